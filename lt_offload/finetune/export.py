@@ -39,35 +39,23 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
     *,
-    merge: bool = True,
     format: Format = "hf",
     dtype: ExportDtype | None = None,
     max_shard_size: str = "5GB",
     quantize: Bits | None = None,
     ends: Sequence[int] = (),
 ) -> Path:
-    """Write ``model``, with its adapters merged, and ``tokenizer``, and return their path.
+    """Write ``model``, with its adapters merged, or its adapters alone, and ``tokenizer``, and return their path.
 
     The settings are the flags of ``lt-finetune export``. The weights of ``model``, a Hugging Face model, must be
     complete on the host; a base of four bits is written as what it stands for, in the dtype of the model. Answers end
     at ``ends``, too: the generation settings of a whole model's folder say so, so that other programs stop there.
-    Raises ``ConfigError`` if there is something already, nothing to write, or it cannot be written in this format.
+    Raises ``ConfigError`` if there is something already, or it cannot be written in this format.
     """
     shard_bytes = parse_bytes(max_shard_size, setting="max_shard_size", least=1)
+    target = check_target(folder, format, dtype=dtype, quantize=quantize)
     whole: Any = model
-    adapted = hasattr(whole, "merge_and_unload")
-    target = check_target(folder, format)
-    check_form(format, merge=merge or not adapted, quantize=quantize)
-    if format == "adapter" and not adapted:
-        raise ConfigError(
-            "--format adapter: the model has no adapters, as the recipe has neither model.lora nor model.adapter; "
-            "leave the flag out to export the model"
-        )
-    if adapted and (format == "adapter" or not merge):
-        if dtype is not None:
-            raise ConfigError(
-                f"--dtype {dtype} is for whole models; adapters are written in float32, as they are trained"
-            )
+    if format == "adapter":
         with _appearing(target) as new:
             whole.save_pretrained(new, save_embedding_layers=_embeddings_changed(whole))
             tokenizer.save_pretrained(new)
@@ -78,7 +66,7 @@ def export(
         # This comes before adapters are merged: a merge into four bits would round away most of what was learned.
         if any(True for _ in packed_layers(whole)):
             whole = dequantized(whole)
-        if adapted:
+        if hasattr(whole, "merge_and_unload"):
             whole = whole.merge_and_unload()
         _untie_if_different(whole)
         if dtype is not None:
@@ -94,27 +82,27 @@ def export(
     return target / GGUF_FILE if format == "gguf" and target.is_dir() else target
 
 
-def check_form(format: Format, *, merge: bool, quantize: Bits | None) -> None:
-    """Raise ``ConfigError`` for settings that ``format`` does not have."""
-    if format == "gguf" and not merge:
-        raise ConfigError("--format gguf holds whole models; leave out --merge false, or export --format adapter")
-    if format != "gguf" and quantize is not None:
-        raise ConfigError(f"--quantize {quantize} is for GGUF files; name one with --output, e.g. model.gguf")
+def check_target(
+    folder: str | Path, format: Format, *, dtype: ExportDtype | None = None, quantize: Bits | None = None
+) -> Path:
+    """Return the path of ``folder``, a file where it ends in ``.gguf``.
 
-
-def check_target(folder: str | Path, format: Format = "hf") -> Path:
-    """Return ``folder``, which can be written to; ``ConfigError`` if it has something in it, or cannot be made."""
+    Raises ``ConfigError`` if there is something already, it cannot be made, or ``format`` has no such settings.
+    """
     target = user_path(folder)
-    if format != "gguf" and target.suffix == ".gguf":
+    is_gguf_file = target.suffix == ".gguf"
+    if format != "gguf" and is_gguf_file:
         raise ConfigError(
             f"--format {format} writes a folder, and {str(folder)!r} is the name of a GGUF file; leave the flag out, "
             "or name a folder with --output"
         )
-    if format == "gguf" and target.suffix == ".gguf":
-        if target.exists():
-            raise ConfigError(f"{str(folder)!r} exists; choose another name with --output")
-    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{str(folder)!r} exists and is not an empty folder; choose another one with --output")
+    if format != "gguf" and quantize is not None:
+        raise ConfigError(f"--quantize {quantize} is for GGUF files; name one with --output, e.g. model.gguf")
+    if format == "adapter" and dtype is not None:
+        raise ConfigError(f"--dtype {dtype} is for whole models; adapters are written in float32, as they are trained")
+    if target.exists() and (is_gguf_file or not target.is_dir() or any(target.iterdir())):
+        what = "exists; choose another name" if is_gguf_file else "exists and is not an empty folder; choose another one"
+        raise ConfigError(f"{str(folder)!r} {what} with --output")
     # The folder itself may have to be made; what counts is the first one above it that is there.
     above = next(path for path in target.absolute().parents if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):

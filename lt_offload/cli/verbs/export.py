@@ -13,7 +13,7 @@ from lt_offload.cli.preflight import check_early
 from lt_offload.compat.hugging_face import set_name
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.export import ExportDtype, Format, check_form, check_target
+from lt_offload.finetune.export import ExportDtype, Format, check_target
 from lt_offload.finetune.export import export as write
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.unused import refuse_unused
@@ -58,23 +58,24 @@ def export(
         quantize: q8_0 writes the matrices of a GGUF file in 8 bits.
         max_shard_size: of one file of a whole model's folder.
     """
-    format = format or ("gguf" if output is not None and output.endswith(".gguf") else "hf")
-    kind = "adapter" if not merge else format
+    written_as = format or ("gguf" if output is not None and output.endswith(".gguf") else "hf")
+    if not merge and written_as == "gguf":
+        raise ConfigError("--format gguf holds whole models; leave out --merge false, or export --format adapter")
+    format = written_as if merge else "adapter"
     if output is None:  # in its run folder, or named after the recipe in the working folder
-        folder, name = app.recipe.parent, _NAMES[kind]
+        folder, name = app.recipe.parent, _NAMES[format]
         is_run = (folder / "checkpoints").is_dir()
         output = str(folder / name if is_run else f"{recipes.run_name(app.recipe)}-{name}")
-    target = check_target(output, format)
-    check_form(format, merge=merge, quantize=quantize)
-    parse_bytes(max_shard_size, setting="max_shard_size", least=1)  # a slip is noticed before anything slow
-    # The settings tell it already; the export itself would notice it once the model is loaded, minutes later.
-    if (format == "adapter" or not merge) and app.model.lora is None and app.model.adapter is None:
+    # Slips are noticed here; the export itself would notice them once the model is loaded, minutes later.
+    target = check_target(output, format, dtype=dtype, quantize=quantize)
+    parse_bytes(max_shard_size, setting="max_shard_size", least=1)
+    if format == "adapter" and app.model.lora is None and app.model.adapter is None:
         raise ConfigError(
             f"--{'format adapter' if merge else 'merge false'}: the recipe has no adapters, neither model.lora nor "
             "model.adapter; leave the flag out to export the model"
         )
-    if format != "hf" or not merge:
-        what = "--merge false, with which adapters are written, as one file" if format == "hf" else f"--format {format}"
+    if format != "hf":
+        what = f"--format {format}" if merge else "--merge false, with which adapters are written, as one file"
         refuse_unused(export, "--", {"max_shard_size": max_shard_size}, what, instead="export a whole model as hf")
     check_early(app, ckpt_path, reads_data=False)
     if format == "gguf":
@@ -99,14 +100,13 @@ def export(
         model,
         app.datamodule.tokenizer,
         target,
-        merge=merge,
         format=format,
         dtype=dtype,
         max_shard_size=max_shard_size,
         quantize=quantize,
         ends=app.datamodule.encoder.ends,
     )
-    print(f"{written}: {_LOADED[kind].format(size=_size(written), path=repr(str(written)), file=written)}")
+    print(f"{written}: {_LOADED[format].format(size=_size(written), path=repr(str(written)), file=written)}")
     return 0
 
 
