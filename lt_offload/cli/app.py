@@ -95,9 +95,7 @@ class App(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the verb's own flags, and the keys with which a recipe names other files."""
-        parser.add_argument("--base", type=str | list[str] | None, default=None, help="files a recipe builds on")
-        parser.add_argument("--gpu", type=str | list[str] | None, default=None, help="files that override it on a GPU")
+        """Add the verb's own flags, and the settings that follow others."""
         # What both sides need is set once; jsonargparse hands it to the other before classes are made.
         parser.link_arguments("model.name", "data.model")
         parser.link_arguments("model.new_tokens", "data.new_tokens")
@@ -107,7 +105,7 @@ class App(LightningCLI):
         )
         assert isinstance(parser, Parser)
         # These are of one call: in the config.yaml of a run they would be wrong for every other verb that reads it.
-        parser.transient = ("base", "gpu", "config", *self._option_names)
+        parser.transient = ("config", *self._option_names)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and take out the verb's own flags."""
@@ -208,8 +206,8 @@ class App(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
 
-def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
-    """Carry out ``verb`` with the settings of ``files``, later ones first in rank, and flags; return the exit code.
+def run(verb: Verb, recipe: Path, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
+    """Carry out ``verb`` with the settings of ``files``, which make ``recipe`` up, and flags; return the exit code.
 
     ``of_run``: the recipe was named by the folder of a run, which then has the checkpoint, too.
     """
@@ -217,7 +215,7 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     # A plan for a card that is named is one on a GPU, whatever this machine has.
     on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
     function = verb.load()
-    app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
+    app = App(function, recipe, [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
     app.choose_weights(of_run=of_run)
     code = 1
     try:

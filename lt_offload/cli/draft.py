@@ -14,8 +14,7 @@ import yaml
 
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
-from lt_offload.cli.planning import estimate
-from lt_offload.cli.verbs.plan import plan
+from lt_offload.cli.verbs.plan import estimate, plan
 from lt_offload.compat.hugging_face import NAME
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, UnsupportedError
 from lt_offload.errors import named as worded

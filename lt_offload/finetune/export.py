@@ -101,8 +101,8 @@ def check_target(
     if format == "adapter" and dtype is not None:
         raise ConfigError(f"--dtype {dtype} is for whole models; adapters are written in float32, as they are trained")
     if target.exists() and (is_gguf_file or not target.is_dir() or any(target.iterdir())):
-        what = "exists; choose another name" if is_gguf_file else "exists and is not an empty folder; choose another one"
-        raise ConfigError(f"{str(folder)!r} {what} with --output")
+        why = "exists" if is_gguf_file else "exists and is not an empty folder"
+        raise ConfigError(f"{str(folder)!r} {why}; choose another name with --output")
     # The folder itself may have to be made; what counts is the first one above it that is there.
     above = next(path for path in target.absolute().parents if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):

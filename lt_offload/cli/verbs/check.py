@@ -6,8 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lt_offload.cli.app import App
-from lt_offload.cli.planning import configuration
 from lt_offload.cli.preflight import check_early
+from lt_offload.cli.verbs.plan import configuration
 from lt_offload.finetune.data.batches.streaming import check_end
 from lt_offload.resources import is_dir, user_path
 
