@@ -19,7 +19,7 @@ from lt_offload.cli.preflight import check_early
 from lt_offload.errors import ConfigError, OverBudget, first_line
 from lt_offload.finetune import load
 from lt_offload.finetune.generation import Remembered, Sampler, room_for_answer
-from lt_offload.finetune.run.samples import prompts
+from lt_offload.finetune.run.summary import prompts
 from lt_offload.finetune.terminal import clear, say, status
 
 _COMMANDS = ("/reset", "/system TEXT", "/exit")
