@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lt_offload.compat.lightning import adds_up, trainer_of
 from lt_offload.errors import ConfigError
+from lt_offload.finetune import kernels as layers
 from lt_offload.finetune import load
 from lt_offload.finetune.adapters import (
     LoraArgs,
@@ -33,7 +34,7 @@ from lt_offload.finetune.data.batches.loaders import TOKENS
 from lt_offload.finetune.data.batches.packing import check_packing
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
-from lt_offload.finetune.kernels import Kernels, check_kernels, compile_layers, plan_liger, use_liger
+from lt_offload.finetune.kernels import Kernels
 from lt_offload.finetune.optimizers import (
     WITH_BETAS,
     LossAverage,
@@ -158,7 +159,7 @@ class FineTune(LightningModule):
         if quantize is not None and lora is not None and lora.dora:
             raise ConfigError(NO_PACKED_DORA)
         check_quantize(quantize, lora=adapter if lora is None else lora, compiled=compile_blocks)
-        check_kernels(kernels, compiled=compile_blocks)
+        layers.check_kernels(kernels, compiled=compile_blocks)
         if master_weights and stochastic_rounding:
             raise ConfigError(
                 "model.stochastic_rounding=true does without the copies that model.master_weights=true keeps; set one "
@@ -290,19 +291,20 @@ class FineTune(LightningModule):
         self._grow(model, init)
         if self.kernels is not None:
             trainer = trainer_of(self)
-            use_liger(model, None if trainer is None else trainer.strategy.root_device.type)
+            device = None if trainer is None else trainer.strategy.root_device.type
+            layers.use_functions(model, layers.liger_functions(device))
         if self.quantize is not None:
             model = quantized(model, getattr(torch, self.model_dtype))
         model = self._adapt(model)
         if self.compile_blocks:
-            compile_layers(model)
+            layers.compile_layers(model)
         return model
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return ``model``, which is on meta, with the settings' vocabulary, adapters and frozen parts, to plan it."""
         self._grow(model, self.init)
         if self.kernels is not None:
-            plan_liger(model)
+            layers.use_functions(model, layers.PLANNED)
         return self._adapt(model)
 
     def _grow(self, model: Any, init: load.Init) -> None:
