@@ -14,7 +14,7 @@ from lt_offload.compat.hugging_face import class_of_model, set_name
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.gguf import SMOLLM2, converted, converted_smollm2, is_gguf
 from lt_offload.finetune.weights.hub import in_words, lazy_tensors, safetensors_of, without_advice
-from lt_offload.finetune.weights.vocabulary import add_tokens
+from lt_offload.finetune.weights.vocabulary import check_tokens
 from lt_offload.resources import is_dir, is_file, may_be_local, user_path
 
 if TYPE_CHECKING:
@@ -182,7 +182,9 @@ def load_tokenizer(name: str, new_tokens: Sequence[str] = ()) -> PreTrainedToken
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             locate(name, needs=None), trust_remote_code=False
         )
-    return add_tokens(tokenizer, new_tokens)
+    check_tokens(new_tokens)
+    tokenizer.add_tokens(list(new_tokens))
+    return tokenizer
 
 
 def locate(name: str, *, needs: str | None = "config.json") -> str:

@@ -42,13 +42,12 @@ def fit(
             f"--explain: trainer.strategy={type(app.trainer.strategy).__name__} makes no plan; leave the flag out, or "
             "use offmate"
         )
-    path = str(app.resumed) if app.resumed is not None else ckpt_path
-    check_early(app, path, resume=True)
+    check_early(app, ckpt_path, resume=True)
     trainer = app.trainer
     first = processes.is_first()
     if first:
         # A new run only: one that goes on finds its own files there.
-        if app.resumed is None and ((app.run_dir / "metrics.csv").exists() or any(app.run_dir.glob("checkpoints/*"))):
+        if not resume and ((app.run_dir / "metrics.csv").exists() or any(app.run_dir.glob("checkpoints/*"))):
             raise ConfigError(
                 f"trainer.default_root_dir={str(app.run_dir)!r} has a run already, which would be overwritten; go on "
                 f"with it by 'lt-finetune {app.run_dir} --resume', choose another folder, or remove it"
@@ -60,9 +59,9 @@ def fit(
     config = app.run_dir / "config.yaml"
     # Lightning writes the settings before it loads the checkpoint, which
     # may refuse them: then the old ones are the run's.
-    before = config.read_bytes() if first and path is not None and config.is_file() else None
+    before = config.read_bytes() if first and ckpt_path is not None and config.is_file() else None
     try:
-        trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
+        trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True)
     except BaseException as error:
         processes.end_others(trainer)
         clear()
