@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import TextStreamer
 
 from lt_offload.cli.app import App
-from lt_offload.cli.preflight import check_early
+from lt_offload.cli.verbs.check import check_early
 from lt_offload.errors import ConfigError, OverBudget, first_line
 from lt_offload.finetune import load
 from lt_offload.finetune.generation import Remembered, Sampler, room_for_answer

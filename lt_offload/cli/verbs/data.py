@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lt_offload.cli.app import App
 from lt_offload.cli.outputs import check_output
-from lt_offload.cli.preflight import check_early
+from lt_offload.cli.verbs.check import check_early
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.preview import DataPreview, look_at, render
 from lt_offload.resources import user_path

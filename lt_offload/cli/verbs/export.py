@@ -9,7 +9,7 @@ import torch
 
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
-from lt_offload.cli.preflight import check_early
+from lt_offload.cli.verbs.check import check_early
 from lt_offload.compat.hugging_face import set_name
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
