@@ -193,9 +193,10 @@ def parse(verb: Verb, args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """
     known, usage = entries(verb.name), page(verb.name).partition("\n")[0].removeprefix("usage: ")
     words, flags = split(args)
+    flags_known = [name for name, entry in known.items() if entry.is_flag]
     for name, value in flags:
         if name not in known:
-            raise ConfigError(f"{verb.name}: unknown flag --{name}{did_you_mean(name, _flags(known), prefix='--')}")
+            raise ConfigError(f"{verb.name}: unknown flag --{name}{did_you_mean(name, flags_known, prefix='--')}")
         if value is None:
             raise ConfigError(f"{verb.name}: --{name} needs a value: {usage}")
     places = [entry for entry in known.values() if not entry.is_flag]
@@ -207,7 +208,3 @@ def parse(verb: Verb, args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     if len(words) > len(places) and not any(place.takes == "..." for place in places):
         raise ConfigError(f"{verb.name}: {' '.join(words[len(places) :])} is one word too many: {usage}")
     return words, {name: value == "true" if known[name].is_switch else value for name, value in flags}
-
-
-def _flags(known: dict[str, HelpEntry]) -> Iterable[str]:
-    return (name for name, entry in known.items() if entry.is_flag)
