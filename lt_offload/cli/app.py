@@ -28,6 +28,7 @@ from lt_offload.cli import messages, recipes
 from lt_offload.cli.recipes import compose
 from lt_offload.cli.static.settings import joined, unknown
 from lt_offload.cli.table import Verb
+from lt_offload.cli.verbs.check import check_early
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
@@ -236,6 +237,9 @@ def run(verb: Verb, recipe: Path, files: Sequence[Path], args: Sequence[str], *,
     function = verb.load()
     app = App(function, recipe, [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
     app.choose_weights(of_run=of_run)
+    if verb.name != "plan":  # which needs neither data nor weights
+        reads_data = verb.name not in ("generate", "chat", "export")
+        check_early(app, app.options.get("ckpt_path"), resume=verb.name == "fit", reads_data=reads_data)
     code = 1
     try:
         code = function(app, **app.options)

@@ -242,7 +242,8 @@ def _matching(model: nn.Module, patterns: Sequence[str], setting: str) -> set[in
     for pattern in patterns:
         ids = {id(parameter) for name, parameter in named if _matches(name, pattern)}
         if not ids:
-            near = nearest(pattern, sorted({part for name, _ in named for part in _parts(name)}), cutoff=0.3, most=1)
+            known = [*(name for name, _ in named), *(name for name, _ in model.named_modules())]
+            near = nearest(pattern, sorted(known), cutoff=0.3, most=1)
             raise ConfigError(
                 f"model.{setting}={list(patterns)!r}: no parameter is called {pattern!r}; the nearest is "
                 f"{near[0] if near else named[0][0]!r}; a pattern is a name, a name with *, or a regular expression "
@@ -253,15 +254,10 @@ def _matching(model: nn.Module, patterns: Sequence[str], setting: str) -> set[in
 
 
 def _matches(name: str, pattern: str) -> bool:
-    if any(fnmatchcase(part, pattern) for part in _parts(name)):
+    """Return whether ``pattern`` names a parameter, or a module that it is in."""
+    if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*"):
         return True
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error:
         return False
-
-
-def _parts(name: str) -> list[str]:
-    """Return the modules that the parameter ``name`` is in, and itself."""
-    parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]

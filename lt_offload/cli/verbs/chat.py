@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from transformers import TextStreamer
 
 from lt_offload.cli.app import App
-from lt_offload.cli.verbs.check import check_early
 from lt_offload.errors import ConfigError, OverBudget, first_line
 from lt_offload.finetune import load
 from lt_offload.finetune.generation import Remembered, Sampler, room_for_answer
@@ -58,7 +57,6 @@ def generate(
         raise ConfigError(f"the prompt is empty: {text!r}; give some text with --prompt")
     _check_tokens(max_new_tokens)
     sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
-    check_early(app, ckpt_path, reads_data=False)
     requests: Any = [app.datamodule.prompt(text, max_new_tokens=max_new_tokens) | {"choose": sampler}]
     count = requests[0]["input_ids"].shape[1]
     architecture = app.model.architecture if app.model.init == "random" else None
@@ -105,7 +103,6 @@ def chat(
     _check_tokens(max_new_tokens)
     # The default top_p is for draws; Sampler would refuse it beside temperature=0.
     sampler = Sampler(temperature=temperature, top_p=1.0 if temperature == 0 and top_p == _TOP_P else top_p, seed=seed)
-    check_early(app, ckpt_path, reads_data=False)
     session = ChatSession(app, sampler, system=system, max_new_tokens=max_new_tokens)
     _answered(app, session, ckpt_path, "the model needs")
     return 2 if session.unanswered and not session.terminal else 0

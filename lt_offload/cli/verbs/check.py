@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from lt_offload.cli.app import App
 from lt_offload.cli.verbs.plan import configuration
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
@@ -20,6 +19,9 @@ from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_weights
 from lt_offload.strategy.windows import settings_from_trainer
 
+if TYPE_CHECKING:
+    from lt_offload.cli.app import App
+
 
 def check(app: App) -> int:
     """Check every setting, without data, weights or a GPU.
@@ -27,7 +29,6 @@ def check(app: App) -> int:
     Args:
         app: the settings.
     """
-    check_early(app)
     if app.datamodule.streaming:
         check_end(app.trainer)
     if app.model.architecture is not None or is_dir(user_path(app.model.name)):

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from lt_offload.cli.app import App
 from lt_offload.cli.outputs import check_output
-from lt_offload.cli.verbs.check import check_early
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.preview import DataPreview, look_at, render
 from lt_offload.resources import user_path
@@ -31,7 +30,6 @@ def data(app: App, *, samples: int = 3, save: str | None = None) -> int:
         check_output(save, "--save")
         if Path(save).suffix.lower() not in _ENDINGS:
             raise ConfigError(f"save={save!r}: end the name with one of {', '.join(_ENDINGS)}")
-    check_early(app)
     preview = look_at(app.datamodule)
     console = Console(highlight=False, markup=False)
     shown = list(render(app.datamodule, preview, samples=samples, color=console.color_system is not None))

@@ -16,7 +16,6 @@ from torch import nn
 
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
-from lt_offload.cli.verbs.check import check_early
 from lt_offload.compat.hugging_face import set_name, untie
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
@@ -95,7 +94,6 @@ def export(
     if format != "hf":
         what = f"--format {format}" if merge else "--merge false, with which adapters are written, as one file"
         refuse_unused(export, "--", {"max_shard_size": max_shard_size}, what, instead="export a whole model as hf")
-    check_early(app, ckpt_path, reads_data=False)
     if format == "gguf":
         config = load.load_config(app.model.name, app.model.architecture if app.model.init == "random" else None)
         check_writable(config, app.datamodule.tokenizer)

@@ -8,7 +8,6 @@ import sys
 
 from lt_offload.cli.app import App
 from lt_offload.cli.outputs import make_folder
-from lt_offload.cli.verbs.check import check_early
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import processes
 from lt_offload.finetune.run import summary
@@ -43,7 +42,6 @@ def fit(
             f"--explain: trainer.strategy={type(app.trainer.strategy).__name__} makes no plan; leave the flag out, or "
             "use offmate"
         )
-    check_early(app, ckpt_path, resume=True)
     trainer = app.trainer
     first = processes.is_first()
     if first:
@@ -111,7 +109,6 @@ def validate(app: App, *, ckpt_path: str | None = None) -> int:
         app: the settings.
         ckpt_path: checkpoint to evaluate; if not given, the newest one of a run folder, else the pretrained model.
     """
-    check_early(app, ckpt_path)
     status("reading data, loading the model")
     # Lightning returns no list of results at all where there is nothing to validate on.
     [metrics] = app.trainer.validate(

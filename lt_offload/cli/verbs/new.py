@@ -84,7 +84,7 @@ def new(
         output: file to write; default: named after model, method and memory. Nothing is overwritten.
     """
     if output is not None:
-        _check_free(user_path(output))
+        check_output(output, "--output", new=True)
     machine = _machine(memory, host_memory, hardware)
     source = named(model)
     _check_architecture(source, user_path(output or "").parent)
@@ -96,7 +96,7 @@ def new(
     memory_name = machine.memory.replace(" ", "").lower()
     name = f"{source.architecture.removesuffix('.json')}-{chosen.method.name}-{memory_name}.yaml"
     target = user_path(output) if output else Path(name)
-    _check_free(target)
+    check_output(target, "--output", new=True)
     _write(target, source, chosen, machine, text=drafts.text(chosen), has_data=data is not None)
     _explain(source, machine, ways, chosen)
     print(f"{target}  (run it: lt-finetune {target})")
@@ -495,12 +495,6 @@ def header(
         f"with enough memory), {device} on the GPU, {host} of RAM",
         *([f"# Planned on {made}"] if made else []),
     ]
-
-
-def _check_free(target: Path) -> None:
-    if is_file(target):
-        raise ConfigError(f"new: {target} exists already; give another name with --output, or remove it first")
-    check_output(target, "--output")
 
 
 def _check_architecture(source: NamedModel, folder: Path) -> None:

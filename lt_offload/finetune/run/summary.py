@@ -124,7 +124,7 @@ class RunSummary(Callback):
         ranks, waited = getattr(trainer.strategy, "ranks", None), self.clock.waited
         if ranks is None or not waited:
             return
-        steps = [step + before for step, before in zip(self.clock.steps, self.clock.between, strict=True)]
+        steps = self.clock.steps
         # The first step has what comes once before it.
         own = (socket.gethostname(), median(steps[1:] or steps), median(waited[1:] or waited))
         self.processes = [

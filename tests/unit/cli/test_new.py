@@ -64,7 +64,7 @@ def test_a_recipe_for_a_folder_is_planned_explained_checked_and_never_overwritte
     assert main(["plan", "mine.yaml", *CARD, "--save", "plan.json"]) == 0, capsys.readouterr().err
     again = figures(Plan.load("plan.json"))
     assert header(title_of(text), "mine.yaml", "rtx-3060", again, flags="") == lines_of(text)
-    assert "mine.yaml exists already; give another name with --output" in fails(capsys, *args)
+    assert "--output: mine.yaml exists already; give another name" in fails(capsys, *args)
     assert Path("mine.yaml").read_text() == text
 
 
