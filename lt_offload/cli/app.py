@@ -282,6 +282,7 @@ def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:
 
 def explain(message: str, flags: Sequence[str]) -> str:
     """Return jsonargparse's ``message`` as one line that names the setting; ``flags`` are the known ones."""
+    message = re.sub(r'^.*?[Kk]ey "config":\s*', "", message)  # all settings of files
     nested = re.search(r"Group '([^']+)' does not accept option '([^']+)'", message)
     if nested:
         return _unknown(f"{nested[1]}.{nested[2]}", flags)

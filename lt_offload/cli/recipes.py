@@ -179,6 +179,11 @@ def run_name(recipe: Path) -> str:
     return stamped[1] if stamped else folder
 
 
+class _Dumper(yaml.SafeDumper):
+    """A writer that quotes all texts: the parser takes more of them for numbers than YAML does."""
+
+
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
 _CALLBACKS = "--trainer.callbacks"
 _WHOLE = ("columns",)
 """Settings that are maps, which a later file replaces as a whole."""
@@ -190,7 +195,7 @@ def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
     # A flag switches them on, so they come behind all files: flags override them anyway.
     settings = merged([*files, *(piece for piece in pieces if piece not in files)])
     return [
-        f"--config={yaml.safe_dump(settings, allow_unicode=True)}",
+        f"--config={yaml.dump(settings, Dumper=_Dumper, allow_unicode=True)}",
         # With a plus the parser appends; without it a flag would replace the recipe's checkpoints and bars.
         *(re.sub(rf"^{_CALLBACKS}=(?!(null|\[\])?$)", f"{_CALLBACKS}+=", arg) for arg in args),
     ]

@@ -145,7 +145,7 @@ def test_export_refuses_what_does_not_fit(recipe: str, tmp_path: Path, capsys: p
 
 
 def test_a_setting_can_come_from_several_files(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("more.yaml").write_text("data: {batch_size: 3}\n")
+    Path("more.yaml").write_text('data: {batch_size: 3, sample_prompt: "1e5"}\n')
     Path("child.yaml").write_text(f"base: [{recipe}, configs/lora.yaml, configs/bf16.yaml]\nmodel: {{lr: 0.5}}\n")
     with pytest.raises(SystemExit):
         main(["child.yaml", "--config", "more.yaml", "--data.max_length", "16", "--print_config"])
@@ -154,6 +154,7 @@ def test_a_setting_can_come_from_several_files(recipe: str, capsys: pytest.Captu
     assert settings["model"]["dtype"] == "bfloat16"
     assert settings["model"]["lora"]["r"] == 8
     assert settings["data"]["batch_size"] == 3
+    assert settings["data"]["sample_prompt"] == "1e5", "a text in quotes is no number"
     assert settings["data"]["max_length"] == 16
 
 
