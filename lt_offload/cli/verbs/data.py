@@ -10,7 +10,7 @@ from rich.console import Console
 from lt_offload.cli.app import App
 from lt_offload.cli.outputs import check_output
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.preview import DataPreview, look_at, render
+from lt_offload.finetune.data.preview import look_at, render
 from lt_offload.resources import user_path
 
 _ENDINGS = (".html", ".svg", ".txt")
@@ -32,25 +32,19 @@ def data(app: App, *, samples: int = 3, save: str | None = None) -> int:
             raise ConfigError(f"save={save!r}: end the name with one of {', '.join(_ENDINGS)}")
     preview = look_at(app.datamodule)
     console = Console(highlight=False, markup=False)
-    shown = list(render(app.datamodule, preview, samples=samples, color=console.color_system is not None))
-    for part in shown:
+    for part in render(app.datamodule, preview, samples=samples, color=console.color_system is not None):
         console.print(part)
-    if save is not None:
-        print(f"saved: {_save(app, preview, samples, save)}")
-    return 0
-
-
-def _save(app: App, preview: DataPreview, samples: int, save: str) -> Path:
+    if save is None:
+        return 0
     target = user_path(save)
     color = target.suffix.lower() != ".txt"
     paper = Console(file=io.StringIO(), record=True, width=100, highlight=False, markup=False, force_terminal=color)
     # Rendered anew: a page has colours, a text has none, whatever the terminal has.
     for part in render(app.datamodule, preview, samples=samples, color=color):
         paper.print(part)
-    if target.suffix.lower() == ".html":
-        paper.save_html(str(target))
-    elif target.suffix.lower() == ".svg":
+    if target.suffix.lower() == ".svg":
         paper.save_svg(str(target), title="lt-finetune data")
     else:
-        paper.save_text(str(target))
-    return target
+        (paper.save_html if color else paper.save_text)(str(target))
+    print(f"saved: {target}")
+    return 0
