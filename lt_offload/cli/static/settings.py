@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,8 @@ _MOST_NAMES = 12
 
 
 def lightning_version() -> str:
-    """Return the version of Lightning that is installed; empty if none is."""
-    try:
-        return version("lightning")
-    except PackageNotFoundError:
-        return ""
+    """Return the version of Lightning that is installed."""
+    return version("lightning")
 
 
 def values(files: Sequence[Path], args: Sequence[str] = ()) -> dict[str, Any]:
