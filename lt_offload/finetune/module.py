@@ -241,17 +241,21 @@ class FineTune(LightningModule):
         config = load.load_config(self.name, self.architecture if self.init == "random" else None)
         self.vocabulary = len(data.tokenizer)
         self._check_rows(config.get_text_config().vocab_size, self.init)
-        check_data(config, max_length=data.max_length)
+        self.check_data(config, data)
         absent = [token for token in self.new_tokens if token not in data.tokenizer.get_vocab()]
         if absent:
             raise ConfigError(
                 f"model.new_tokens={list(self.new_tokens)!r}: the data's tokenizer does not know {absent[0]!r}; give "
                 "FineTuneData the same new_tokens"
             )
-        self.check_packing(config, data)
 
-    def check_packing(self, config: Any, data: Any) -> None:
-        """Raise ``ConfigError`` if ``data`` are packed and a model of ``config`` cannot keep documents apart."""
+    def check_data(self, config: Any, data: Any) -> None:
+        """Raise ``ConfigError`` if sequences are longer than a model's of ``config``, or it mixes packed documents."""
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is not None and data.max_length > longest:
+            raise ConfigError(
+                f"data.max_length={data.max_length} is longer than the model's context; set it to {longest} or less"
+            )
         if data.pack is True:
             check_packing(config, max_length=data.max_length, attention=self.attention, batch_size=data.batch_size)
 
@@ -528,15 +532,6 @@ def _untold(step: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return untold
-
-
-def check_data(config: Any, *, max_length: int) -> None:
-    """Raise ``ConfigError`` if the sequences of the data are longer than those of the model."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and max_length > longest:
-        raise ConfigError(
-            f"data.max_length={max_length} is longer than the model's context; set it to {longest} or less"
-        )
 
 
 def lr_factor(schedule: Schedule, *, warmup: int, total: float, floor: float) -> Callable[[int], float]:

@@ -16,7 +16,6 @@ from lt_offload.cli.outputs import check_output, print_table
 from lt_offload.compat.hugging_face import set_attention
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.finetune import load
-from lt_offload.finetune.module import check_data
 from lt_offload.finetune.terminal import clear, say, status
 from lt_offload.plan import choose_batch, make_plan, simulate
 from lt_offload.plan.orders import choose_parts, compared
@@ -292,8 +291,7 @@ def configuration(app: App) -> PreTrainedConfig:
     """
     module, data = app.model, app.datamodule
     config = load.load_config(module.name, module.architecture)
-    check_data(config, max_length=data.max_length)
-    module.check_packing(config, data)
+    module.check_data(config, data)
     if module.dropout is not None:
         load.set_dropout(config, module.dropout)
     # On the configuration itself: the model is made on meta from it, where nothing else says how it computes.
