@@ -19,12 +19,11 @@ from lt_offload.cli.app import App
 from lt_offload.compat.hugging_face import set_name, untie
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.load import base_of
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.quantize import dequantized
 from lt_offload.finetune.unused import refuse_unused
 from lt_offload.finetune.weights.gguf import Bits, check_writable, write_gguf
-from lt_offload.finetune.weights.hub import explain_full_disk
+from lt_offload.finetune.weights.hub import is_full
 from lt_offload.finetune.weights.left_out import KEY
 from lt_offload.finetune.weights.vocabulary import has_grown, names_of_embeddings
 from lt_offload.model.quantized import packed_layers
@@ -166,7 +165,7 @@ def write(
     target = check_target(folder, format, dtype=dtype, quantize=quantize)
     whole: Any = model
     if format == "adapter":
-        config, base = next(iter(whole.peft_config.values())), base_of(whole)
+        config, base = next(iter(whole.peft_config.values())), load.base_of(whole)
         # Embeddings that grew are saved with the adapters, which may hold them anyway.
         held = set(names_of_embeddings(base)[:1]) & set(config.modules_to_save or ())
         with _appearing(target) as new:
@@ -174,7 +173,7 @@ def write(
             tokenizer.save_pretrained(new)
         return target
     if format == "gguf":
-        check_writable(base_of(whole).config, tokenizer)
+        check_writable(load.base_of(whole).config, tokenizer)
     with _to_generate(whole, ends):
         # This comes before adapters are merged: a merge into four bits would round away most of what was learned.
         if any(True for _ in packed_layers(whole)):
@@ -232,14 +231,16 @@ def check_target(
 def _appearing(target: Path) -> Iterator[Path]:
     """Yield a path to write to, which becomes ``target`` once all is written, and is removed after an error."""
     try:
-        with (
-            explain_full_disk(f"{target} was not written", "choose another disk with --output"),
-            replacing(target) as new,
-        ):
+        with replacing(target) as new:
             yield new
             if target.is_file():
                 raise ConfigError(f"{str(target)!r} has appeared meanwhile; choose another name with --output")
-    except OSError as error:
+    except Exception as error:
+        if is_full(error):
+            full = "the disk is full; make room, or choose another disk with --output"
+            raise ConfigError(f"{target} was not written: {full}") from error
+        if not isinstance(error, OSError):
+            raise
         why = error.strerror or error
         raise ConfigError(f"{str(target)!r} cannot be written: {why}; choose another one with --output") from error
 
