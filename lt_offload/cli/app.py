@@ -28,6 +28,7 @@ from lt_offload.cli import messages, recipes
 from lt_offload.cli.recipes import compose
 from lt_offload.cli.static.settings import joined, unknown
 from lt_offload.cli.table import Verb
+from lt_offload.cli.verbs.check import check_early
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
@@ -75,8 +76,6 @@ class App(LightningCLI):
         self._names_data = any(arg.startswith("--data.path") for arg in args)
         self.options: dict[str, Any] = {}
         self.summary = RunSummary()
-        self.resumed: Path | None = None
-        """The checkpoint from which ``--resume`` goes on."""
         super().__init__(
             FineTune,
             FineTuneData,
@@ -95,9 +94,7 @@ class App(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the verb's own flags, and the keys with which a recipe names other files."""
-        parser.add_argument("--base", type=str | list[str] | None, default=None, help="files a recipe builds on")
-        parser.add_argument("--gpu", type=str | list[str] | None, default=None, help="files that override it on a GPU")
+        """Add the verb's own flags, and the settings that follow others."""
         # What both sides need is set once; jsonargparse hands it to the other before classes are made.
         parser.link_arguments("model.name", "data.model")
         parser.link_arguments("model.new_tokens", "data.new_tokens")
@@ -107,7 +104,7 @@ class App(LightningCLI):
         )
         assert isinstance(parser, Parser)
         # These are of one call: in the config.yaml of a run they would be wrong for every other verb that reads it.
-        parser.transient = ("base", "gpu", "config", *self._option_names)
+        parser.transient = ("config", *self._option_names)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and take out the verb's own flags."""
@@ -132,7 +129,14 @@ class App(LightningCLI):
                 raise
             raise ConfigError(explain(str(error), [])) from error
         except MisconfigurationException as error:
-            raise ConfigError(misconfigured(first_line(error), self.config_init["trainer"])) from error
+            settings, first = self.config_init["trainer"], first_line(error)
+            if "backend found" not in first and "accelerator" not in first.lower():
+                raise ConfigError(f"trainer: {first}") from error
+            raise ConfigError(
+                f"trainer.accelerator={settings.get('accelerator')!r} with trainer.devices={settings.get('devices')!r} "
+                f"does not work here: {first} Use trainer.accelerator=cpu (the emulated device) or auto, and "
+                "trainer.devices=1"
+            ) from error
 
     def choose_weights(self, *, of_run: bool) -> None:
         """Let a verb that loads a checkpoint, and has none named, take the newest complete one of a run folder.
@@ -157,31 +161,46 @@ class App(LightningCLI):
             )
         self.options["ckpt_path"] = str(newest)
 
+    def _resume(self, root: Path | None) -> None:
+        """Go on in the folder of the last run, from its newest checkpoint; ``ConfigError`` if it had other data."""
+        self.run_dir, newest = last_run(self.recipe, root)
+        self.options["ckpt_path"] = str(newest)
+        path, saved, written = self.config["data"]["path"], self.run_dir / "config.yaml", self.run_dir / "metrics.csv"
+        before = recipes.read(saved).get("data", {}).get("path", path) if saved.exists() else path
+        # Data that a flag names are meant as they are; a recipe may have been edited since the run.
+        if before != path and not self._names_data:
+            raise ConfigError(
+                f"--resume: data.path={str(path)!r} of {self.recipe} is not that of the run in {self.run_dir}, "
+                f"{str(before)!r}; 'lt-finetune {self.run_dir} --resume' has all settings of the run, or name the data "
+                "with --data.path"
+            )
+        # The logger would delete what was written; numbers count up, so that a run that was resumed many times keeps
+        # all of its curves.
+        if written.exists() and is_first():
+            names = (self.run_dir / f"metrics-{number}.csv" for number in itertools.count(1))
+            written.rename(next(name for name in names if not name.exists()))
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the trainer, with a run folder that holds everything the run leaves behind."""
         config = self.config_init["trainer"]
-        if self.verb.__name__ in ("fit", "check"):
-            for name in [name for name in _UNLIMITED if config.get(name) == 0]:
-                raise ConfigError(
-                    f"trainer.{name}=0 trains nothing; raise it, or set it to {_UNLIMITED[name]} for no limit"
-                )
-        _check_precision(config)
-        root = config.get("default_root_dir")
-        self.run_dir = (
-            Path(root) if root else Path("runs") / f"{recipes.run_name(self.recipe)}-{datetime.now():{_STAMP}}"
-        )
+        strategy, precision, root = config.get("strategy"), str(config.get("precision")), config.get("default_root_dir")
+        for name, unlimited in _UNLIMITED.items() if self.verb.__name__ in ("fit", "check") else ():
+            if config.get(name) == 0:
+                raise ConfigError(f"trainer.{name}=0 trains nothing; raise it, or set it to {unlimited} for no limit")
+        # Lightning silently replaces this precision without a GPU.
+        if precision in ("16", "16-mixed") and (isinstance(strategy, Processes) or strategy == STRATEGY_NAME):
+            raise ConfigError(
+                f"trainer.precision={precision} needs a scaling of the loss, which offmate does not offer; set it to "
+                "bf16-mixed, or to 32-true where the GPU is older than bfloat16"
+            )
+        name = f"{recipes.run_name(self.recipe)}-{datetime.now():{_STAMP}}"
+        self.run_dir = Path(root) if root else Path("runs") / name
         if self.options.get("resume"):
             if self.options["ckpt_path"] is not None:
                 raise ConfigError(
                     f"--resume and --ckpt_path {self.options['ckpt_path']} both name a checkpoint; give one"
                 )
-            self.run_dir, self.resumed = last_run(self.recipe, Path(root) if root else None)
-            # Data that a flag names are meant as they are; a recipe may have
-            # been edited since the run, which nobody notices.
-            if not self._names_data:
-                _check_same_data(self.run_dir, self.recipe, self.config["data"]["path"])
-            if is_first():
-                _keep_metrics(self.run_dir)
+            self._resume(Path(root) if root else None)
         kwargs["default_root_dir"] = str(self.run_dir)
         trains = self.verb.__name__ == "fit"  # else it is no run, and leaves no folder behind
         if self.verb.__name__ in ("generate", "chat"):  # one process answers, where several have trained
@@ -190,7 +209,6 @@ class App(LightningCLI):
         # Decided here: left to Lightning, what is logged would depend on which packages are installed.
         kwargs["logger"] = trains and loggers(config.get("logger"), self.run_dir, self.options.get("wandb"))
         self.summary = RunSummary(self.run_dir)
-        strategy = config.get("strategy")
         # Other strategies have no such setting, and a folder that the user has named stays.
         if getattr(strategy, "report_dir", "none") is None:
             strategy.report_dir = self.run_dir
@@ -208,8 +226,8 @@ class App(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
 
-def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
-    """Carry out ``verb`` with the settings of ``files``, later ones first in rank, and flags; return the exit code.
+def run(verb: Verb, recipe: Path, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
+    """Carry out ``verb`` with the settings of ``files``, which make ``recipe`` up, and flags; return the exit code.
 
     ``of_run``: the recipe was named by the folder of a run, which then has the checkpoint, too.
     """
@@ -217,8 +235,11 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     # A plan for a card that is named is one on a GPU, whatever this machine has.
     on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
     function = verb.load()
-    app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
+    app = App(function, recipe, [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
     app.choose_weights(of_run=of_run)
+    if verb.name != "plan":  # which needs neither data nor weights
+        reads_data = verb.name not in ("generate", "chat", "export")
+        check_early(app, app.options.get("ckpt_path"), resume=verb.name == "fit", reads_data=reads_data)
     code = 1
     try:
         code = function(app, **app.options)
@@ -229,16 +250,6 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     if code != 0 and not is_first():
         let_the_first_speak()
     return code
-
-
-def _check_precision(config: Namespace) -> None:
-    """Raise ``ConfigError`` for a precision that Lightning silently replaces without a GPU."""
-    precision, strategy = str(config.get("precision")), config.get("strategy")
-    if precision in ("16", "16-mixed") and (isinstance(strategy, Processes) or strategy == STRATEGY_NAME):
-        raise ConfigError(
-            f"trainer.precision={precision} needs a scaling of the loss, which offmate does not offer; set it to "
-            "bf16-mixed, or to 32-true where the GPU is older than bfloat16"
-        )
 
 
 def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
@@ -259,26 +270,6 @@ def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
     raise ConfigError(f"--resume: there is no complete checkpoint in {where}; start without --resume")
 
 
-def _check_same_data(run: Path, recipe: Path, path: object) -> None:
-    """Raise ``ConfigError`` if ``run`` had other data than ``path``, which the recipe names."""
-    saved = run / "config.yaml"
-    before = recipes.read(saved).get("data", {}).get("path", path) if saved.exists() else path
-    if before != path:
-        raise ConfigError(
-            f"--resume: data.path={str(path)!r} of {recipe} is not that of the run in {run}, {str(before)!r}; "
-            f"'lt-finetune {run} --resume' has all settings of the run, or name the data with --data.path"
-        )
-
-
-def _keep_metrics(folder: Path) -> None:
-    """Rename the metrics that a run has written so far; the logger of the resumed one would delete them."""
-    written = folder / "metrics.csv"
-    # Numbers count up, so that a run that was resumed many times keeps all of its curves.
-    if written.exists():
-        number = next(n for n in itertools.count(1) if not (folder / f"metrics-{n}.csv").exists())
-        written.rename(folder / f"metrics-{number}.csv")
-
-
 def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:
     """Return ``callbacks`` with only the last of those that a Trainer takes once: the user's replace the recipe's."""
     last: dict[object, Callback] = {}
@@ -289,19 +280,9 @@ def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:
     return list(last.values())
 
 
-def misconfigured(first: str, settings: Namespace) -> str:
-    """Return the ``first`` line of Lightning's error about a Trainer's settings as one sentence with the way out."""
-    accelerator = settings.get("accelerator")
-    if "backend found" in first or "accelerator" in first.lower():
-        return (
-            f"trainer.accelerator={accelerator!r} with trainer.devices={settings.get('devices')!r} does not work here: "
-            f"{first} Use trainer.accelerator=cpu (the emulated device) or auto, and trainer.devices=1"
-        )
-    return f"trainer: {first}"
-
-
 def explain(message: str, flags: Sequence[str]) -> str:
     """Return jsonargparse's ``message`` as one line that names the setting; ``flags`` are the known ones."""
+    message = re.sub(r'^.*?[Kk]ey "config":\s*', "", message)  # all settings of files
     nested = re.search(r"Group '([^']+)' does not accept option '([^']+)'", message)
     if nested:
         return _unknown(f"{nested[1]}.{nested[2]}", flags)

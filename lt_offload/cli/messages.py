@@ -12,12 +12,6 @@ from lt_offload.finetune.processes import is_first
 from lt_offload.finetune.terminal import clear, quiet, status, wrapped
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_TOLD = (
-    "lightning.pytorch.utilities.rank_zero",
-    "lightning.fabric.utilities.rank_zero",
-    "lightning.fabric.utilities.seed",
-)
-"""Loggers of Lightning that our own modules use, too."""
 _PREFIX = "offmate: "
 _PASSING = ("measuring", "running", "planning", "profiling", "estimating", "writing", "loading", "trying")
 """First words of messages about the present activity."""
@@ -64,8 +58,6 @@ def install() -> None:
     warnings.formatwarning = lambda message, *_: str(message)
     logging.captureWarnings(False)  # an earlier call's, whose place somebody may have taken since
     logging.captureWarnings(True)
-    for name in _TOLD:
-        logging.getLogger(name).addFilter(_for_users)
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "lt_offload", "py.warnings"):
         logger = logging.getLogger(name)
         # Lightning's own handlers would write each message a second time. Messages of an earlier call

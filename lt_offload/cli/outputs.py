@@ -8,17 +8,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lt_offload.errors import ConfigError
-from lt_offload.resources import is_dir, user_path
+from lt_offload.resources import is_dir, is_file, user_path
 
 
-def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
+def check_output(path: str | Path, setting: str, *, make: bool = False, new: bool = False) -> None:
     """Raise ``ConfigError``, which names ``setting``, unless a file can be written at ``path``.
 
-    ``make``: its folder will be made where there is none.
+    ``make``: its folder will be made where there is none; ``new``: there must be no file yet.
     """
     target = user_path(path)
     if is_dir(target):
         raise ConfigError(f"{setting}: cannot write {target}: it is a folder; add the name of a file")
+    if new and is_file(target):
+        raise ConfigError(f"{setting}: {target} exists already; give another name, or remove it first")
     folder = target.parent
     if make:
         folder = next(above for above in (folder, *folder.absolute().parents) if os.path.exists(above))

@@ -50,7 +50,10 @@ def imported(module: str) -> ModuleType:
 VERBS = {
     verb.name: verb
     for verb in (
-        *map(Verb, ("fit", "plan", "data", "validate", "generate", "chat", "export", "check")),
+        *map(Verb, ("fit", "plan", "data")),
+        Verb("validate", module="verbs.fit"),
+        Verb("generate", module="verbs.chat"),
+        *map(Verb, ("chat", "export", "check")),
         Verb("new", recipe=False),
         Verb("ls", recipe=False, module="verbs.files"),
         Verb("cp", recipe=False, module="verbs.files"),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from lt_offload.errors import ConfigError, first_line
@@ -66,16 +64,27 @@ class LoraArgs:
         }
 
 
-def check_lora(args: LoraArgs) -> None:
-    """Raise ``ConfigError`` for settings that no model can have."""
-    if args.r < 1:
-        raise ConfigError(f"model.lora.r={args.r} is too small; it must be at least 1")
-    if args.alpha < 1:
-        raise ConfigError(f"model.lora.alpha={args.alpha} is too small; it must be at least 1, e.g. twice model.lora.r")
-    if not 0 <= args.dropout < 1:
-        raise ConfigError(f"model.lora.dropout={args.dropout} is no probability below 1; set it to 0 or 0.05")
-    if not args.target_modules:
+def check_adapters(lora: LoraArgs | None, adapter: str | None, chosen: Mapping[str, Sequence[str] | None]) -> None:
+    """Raise ``ConfigError`` for settings that no model can have, or adapters beside parameters ``chosen`` by name."""
+    if lora is not None and lora.r < 1:
+        raise ConfigError(f"model.lora.r={lora.r} is too small; it must be at least 1")
+    if lora is not None and lora.alpha < 1:
+        raise ConfigError(f"model.lora.alpha={lora.alpha} is too small; it must be at least 1, e.g. twice model.lora.r")
+    if lora is not None and not 0 <= lora.dropout < 1:
+        raise ConfigError(f"model.lora.dropout={lora.dropout} is no probability below 1; set it to 0 or 0.05")
+    if lora is not None and not lora.target_modules:
         raise ConfigError("model.lora.target_modules is empty; name layers, or set it to all-linear")
+    if lora is not None and adapter is not None:
+        raise ConfigError(
+            f"model.adapter={adapter!r} brings its own settings; set model.lora=null, or make new "
+            "adapters without model.adapter"
+        )
+    for setting, patterns in chosen.items():
+        if patterns and (lora is not None or adapter is not None):
+            raise ConfigError(
+                f"model.{setting}={list(patterns)!r} has no use with adapters, beside which everything is frozen; "
+                "choose with model.lora.target_modules, or set model.lora and model.adapter to null"
+            )
 
 
 def add_lora(model: nn.Module, args: LoraArgs) -> nn.Module:
@@ -94,84 +103,69 @@ def add_lora(model: nn.Module, args: LoraArgs) -> nn.Module:
     return adapted
 
 
-def add_saved(model: nn.Module, folder: str) -> nn.Module:
-    """Return ``model`` with the adapters in ``folder``, as peft's ``save_pretrained`` writes them, to be trained on.
+@dataclass(frozen=True, slots=True)
+class SavedAdapters:
+    """Adapters in a folder, as peft's ``save_pretrained`` writes them."""
 
-    Raises ``ConfigError`` if they cannot be read, or are those of another model.
-    """
-    peft = _peft("model.adapter")
-    path = check_saved(folder)
-    what = f"model.adapter={folder!r}"
-    config = saved_config(folder)
-    # Saved adapters are meant for inference: with what their file says, peft would freeze them.
-    config.inference_mode = False
-    adapted = _adapted(model, config, what)
-    if any(parameter.is_meta for parameter in adapted.parameters()):
-        return adapted  # without weights, names and shapes are enough
-    try:
-        weights = peft.load_peft_weights(str(path), device="cpu")
-    except Exception as error:  # the readers of both formats raise whatever broken bytes lead them to
-        raise ConfigError(f"{what}: its weights cannot be read ({first_line(error)}); copy the folder again") from None
-    try:
-        result = peft.set_peft_model_state_dict(adapted, weights)
-    except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
-        raise ConfigError(f"{what} is of another model: {(lines or [first_line(error)])[0]}") from None
-    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    missing = sorted(trained.intersection(result.missing_keys))
-    if missing or result.unexpected_keys:
-        name = missing[0] if missing else result.unexpected_keys[0]
-        raise ConfigError(
-            f"{what} does not fit this model: {'it lacks' if missing else 'this model has no'} {name} ({len(missing)} "
-            f"tensors are missing, {len(result.unexpected_keys)} are unknown); set model.name to the model that it "
-            f"was trained on, {config.base_model_name_or_path!r}"
-        )
-    return adapted
+    setting: str
+    """``model.adapter`` and its value."""
+    config: LoraConfig
+    weights: Mapping[str, torch.Tensor]
 
+    @classmethod
+    def read(cls, folder: str) -> SavedAdapters:
+        """Read the adapters in ``folder``; ``ConfigError`` if there are none, or none that can be read."""
+        peft, path, what = _peft("model.adapter"), user_path(folder), f"model.adapter={folder!r}"
+        if not is_dir(path):
+            raise ConfigError(f"{what} is not a folder; give one that peft's save_pretrained() wrote")
+        absent = [CONFIG] if not (path / CONFIG).is_file() else []
+        absent += [] if any((path / name).is_file() for name in _WEIGHTS) else [_WEIGHTS[0]]
+        if absent:
+            raise ConfigError(
+                f"{what} has no {' and no '.join(absent)}; give a folder that peft's save_pretrained() or "
+                "'lt-finetune export --format adapter' wrote"
+            )
+        try:
+            kind = json.loads((path / CONFIG).read_text(encoding="utf-8")).get("peft_type")
+            config: LoraConfig | None = peft.LoraConfig.from_pretrained(str(path)) if kind == "LORA" else None
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{what}: {CONFIG} cannot be read: {first_line(error)}") from None
+        if config is None:
+            raise ConfigError(f"{what} has adapters of type {kind!r}; only those of type 'LORA' can be trained here")
+        # Saved adapters are meant for inference: with what their file says, peft would freeze them.
+        config.inference_mode = False
+        try:
+            return cls(what, config, peft.load_peft_weights(str(path), device="cpu"))
+        except Exception as error:  # the readers of both formats raise whatever broken bytes lead them to
+            raise ConfigError(
+                f"{what}: its weights cannot be read ({first_line(error)}); copy the folder again"
+            ) from None
 
-def saved_config(folder: str) -> LoraConfig:
-    """Return the configuration of the adapters in ``folder``; ``ConfigError`` if they are of another kind, or none."""
-    peft = _peft("model.adapter")
-    path = check_saved(folder)
-    what = f"model.adapter={folder!r}"
-    try:
-        kind = json.loads((path / CONFIG).read_text(encoding="utf-8")).get("peft_type")
-        config: LoraConfig | None = peft.LoraConfig.from_pretrained(str(path)) if kind == "LORA" else None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{what}: {CONFIG} cannot be read: {first_line(error)}") from None
-    if config is None:
-        raise ConfigError(f"{what} has adapters of type {kind!r}; only those of type 'LORA' can be trained here")
-    return config
+    def holds(self, module: str) -> bool:
+        """Return whether the module with this last name has weights of its own here."""
+        saved = any(name.endswith(f".{module}.weight") for name in self.weights)
+        return saved or module in (self.config.modules_to_save or ())
 
-
-def saved_among(folder: str, modules: Sequence[str]) -> list[str]:
-    """Return the ``modules``, by their last names, whose own weights are saved with the adapters in ``folder``."""
-    path = check_saved(folder)
-    try:
-        # Names only, without the numbers: the model is not built yet, and may never be.
-        if (path / _WEIGHTS[0]).is_file():
-            with safe_open(path / _WEIGHTS[0], "pt") as file:
-                names = list(file.keys())
-        else:
-            names = list(torch.load(path / _WEIGHTS[1], weights_only=True, mmap=True))
-    except Exception:  # whoever loads them says what is wrong with the file
-        return []
-    return [module for module in modules if any(name.endswith(f".{module}.weight") for name in names)]
-
-
-def check_saved(folder: str) -> Path:
-    """Return the path of a ``folder`` with adapters as peft writes them; ``ConfigError`` if it is no such folder."""
-    path = user_path(folder)
-    if not is_dir(path):
-        raise ConfigError(f"model.adapter={folder!r} is not a folder; give one that peft's save_pretrained() wrote")
-    absent = [CONFIG] if not (path / CONFIG).is_file() else []
-    absent += [] if any((path / name).is_file() for name in _WEIGHTS) else [_WEIGHTS[0]]
-    if absent:
-        raise ConfigError(
-            f"model.adapter={folder!r} has no {' and no '.join(absent)}; give a folder that peft's save_pretrained() "
-            "or 'lt-finetune export --format adapter' wrote"
-        )
-    return path
+    def add(self, model: nn.Module) -> nn.Module:
+        """Return ``model`` with these adapters, to be trained on; ``ConfigError`` if they are of another model."""
+        adapted = _adapted(model, self.config, self.setting)
+        if any(parameter.is_meta for parameter in adapted.parameters()):
+            return adapted  # without weights, names and shapes are enough
+        try:
+            result = _peft("model.adapter").set_peft_model_state_dict(adapted, dict(self.weights))
+        except RuntimeError as error:
+            lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+            raise ConfigError(f"{self.setting} is of another model: {(lines or [first_line(error)])[0]}") from None
+        trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+        missing = sorted(trained.intersection(result.missing_keys))
+        if missing or result.unexpected_keys:
+            name = missing[0] if missing else result.unexpected_keys[0]
+            raise ConfigError(
+                f"{self.setting} does not fit this model: {'it lacks' if missing else 'this model has no'} {name} "
+                f"({len(missing)} tensors are missing, {len(result.unexpected_keys)} are unknown); set model.name to "
+                f"the model that it was trained on, {self.config.base_model_name_or_path!r}"
+            )
+        return adapted
 
 
 def _adapted(model: nn.Module, config: LoraConfig, what: str) -> nn.Module:
@@ -248,7 +242,8 @@ def _matching(model: nn.Module, patterns: Sequence[str], setting: str) -> set[in
     for pattern in patterns:
         ids = {id(parameter) for name, parameter in named if _matches(name, pattern)}
         if not ids:
-            near = nearest(pattern, sorted({part for name, _ in named for part in _parts(name)}), cutoff=0.3, most=1)
+            known = [*(name for name, _ in named), *(name for name, _ in model.named_modules())]
+            near = nearest(pattern, sorted(known), cutoff=0.3, most=1)
             raise ConfigError(
                 f"model.{setting}={list(patterns)!r}: no parameter is called {pattern!r}; the nearest is "
                 f"{near[0] if near else named[0][0]!r}; a pattern is a name, a name with *, or a regular expression "
@@ -259,15 +254,10 @@ def _matching(model: nn.Module, patterns: Sequence[str], setting: str) -> set[in
 
 
 def _matches(name: str, pattern: str) -> bool:
-    if any(fnmatchcase(part, pattern) for part in _parts(name)):
+    """Return whether ``pattern`` names a parameter, or a module that it is in."""
+    if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*"):
         return True
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error:
         return False
-
-
-def _parts(name: str) -> list[str]:
-    """Return the modules that the parameter ``name`` is in, and itself."""
-    parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]

@@ -30,10 +30,9 @@ class Sampler:
         if temperature == 0:
             beside = "temperature=0, with which nothing is drawn"
             refuse_unused(Sampler, "", {"top_p": top_p, "seed": seed}, beside, instead="set a temperature, such as 0.7")
-        self._draws = temperature > 0
         self._generator = torch.Generator().manual_seed(seed)
         self._warpers: list[Any] = []
-        if self._draws:
+        if temperature > 0:
             # The library's own warpers, so that the same seed draws what its generate() draws.
             from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
@@ -42,7 +41,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> int:
         """Return a token for ``logits`` of shape (vocabulary,)."""
-        if not self._draws:
+        if not self._warpers:
             return int(logits.argmax())
         scores = logits.float()[None].cpu()
         for warper in self._warpers:
@@ -114,7 +113,9 @@ def continuation(
     unseen, cache = ids[:, known:], remembered.cache
     remembered.cache, remembered.ids = None, []  # an error on the way would leave it half written
     ends = {end} if isinstance(end, int) else set(end or ())
-    last, held_in = _last_logits_only(model), _name_of_cache(model)
+    parameters = inspect.signature(load.base_of(model).forward).parameters
+    held_in = "cache" if "cache" in parameters else "past_key_values"  # another name since transformers 5.24
+    last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}  # spares the logits of all other tokens
     new: list[int] = []
     try:
         while len(new) < max_new_tokens:
@@ -135,15 +136,3 @@ def continuation(
     if cache is not None:
         remembered.cache, remembered.ids = cache, [*prompt, *new][: cache.get_seq_length()]
     return new
-
-
-def _last_logits_only(model: Any) -> dict[str, int]:
-    """Return the argument that spares a model the logits of all tokens but the last, if it has one."""
-    parameters = inspect.signature(load.base_of(model).forward).parameters
-    return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-
-
-def _name_of_cache(model: Any) -> str:
-    """Return the name of a model's argument for keys and values, another one since transformers 5.24."""
-    parameters = inspect.signature(load.base_of(model).forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"

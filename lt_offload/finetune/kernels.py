@@ -47,6 +47,10 @@ class Functions:
     gelu: Callable[[Tensor, Tensor], Tensor]
 
 
+PLANNED = Functions(norm=PlannedNorm.apply, silu=PlannedGated.apply, gelu=PlannedGated.apply)
+"""Stand-ins on meta, so that a model can be planned."""
+
+
 def check_kernels(kernels: Kernels | None, *, compiled: bool) -> None:
     """Raise ``ConfigError`` for a setting that is not known, or not possible beside compiled layers."""
     if kernels not in (None, "liger"):
@@ -58,26 +62,11 @@ def check_kernels(kernels: Kernels | None, *, compiled: bool) -> None:
         )
 
 
-def use_liger(model: Any, device: str | None) -> None:
-    """Let the norms and gated MLPs of ``model``, a Hugging Face model, compute with Liger's kernels.
-
-    ``device`` is the type of the device on which layers run, if that is known. Raises ``ConfigError`` without a GPU or
-    the package, or if there are none for this model.
-    """
-    use_functions(model, liger_functions(device))
-
-
-def plan_liger(model: Any) -> None:
-    """Let ``model``, on meta, compute with stand-ins for Liger's kernels, so that it can be planned.
-
-    Raises ``ConfigError`` if there are none for this model.
-    """
-    gated = PlannedGated.apply
-    use_functions(model, Functions(norm=PlannedNorm.apply, silu=gated, gelu=gated))
-
-
 def liger_functions(device: str | None) -> Functions:
-    """Return Liger's kernels for layers that run on a ``device`` of that type, see :func:`use_liger`."""
+    """Return Liger's kernels for layers that run on a ``device`` of that type, if that is known.
+
+    Raises ``ConfigError`` without a GPU or the package.
+    """
     if device not in (None, "cuda") or not torch.cuda.is_available():
         raise ConfigError("model.kernels=liger needs a GPU, for which Triton compiles them; set model.kernels=null")
     if find_spec("liger_kernel") is None:
@@ -94,7 +83,10 @@ def liger_functions(device: str | None) -> Functions:
 
 
 def use_functions(model: Any, functions: Functions) -> None:
-    """Let the norms and gated MLPs of ``model`` compute with ``functions``, see :func:`use_liger`."""
+    """Let the norms and gated MLPs of ``model``, a Hugging Face model, compute with ``functions``.
+
+    Raises ``ConfigError`` if there are none for this model.
+    """
     config = model.config.get_text_config()
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -109,59 +101,39 @@ def use_functions(model: Any, functions: Functions) -> None:
             "model.compile_blocks=true"
         )
     gated = functions.silu if _GATED[name] == "silu" else functions.gelu
-    for module in model.modules():
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
-            _bind(module, _norm(functions.norm, *family))
-        elif kind.endswith("MLP"):
-            _bind(module, _mlp(gated, hasattr(module, "gate_up_proj")))
 
-
-def _bind(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    """Give ``module`` a ``forward`` of its own; copies of the module get theirs."""
-    vars(module)["forward"] = MethodType(forward, module)
-
-
-def _norm(function: Callable[..., Tensor], offset: float, casts: str) -> Callable[..., Tensor]:
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+    def norm(self: Any, hidden_states: Tensor) -> Tensor:
         epsilon = getattr(self, "variance_epsilon", None) or self.eps
         # Never over the incoming gradient: another branch of the graph may read the same tensor.
-        return function(hidden_states, self.weight, epsilon, offset, casts, False)
+        return functions.norm(hidden_states, self.weight, epsilon, *family, False)
 
-    return forward
-
-
-def _mlp(gated: Callable[[Tensor, Tensor], Tensor], joint: bool) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def mlp(self: Any, x: Tensor) -> Tensor:
+        joint = hasattr(self, "gate_up_proj")
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if joint else (self.gate_proj(x), self.up_proj(x))
         result: Tensor = self.down_proj(gated(gate, up))
         return result
 
-    return forward
+    for module in model.modules():
+        for kind, forward in (("RMSNorm", norm), ("MLP", mlp)):
+            if type(module).__name__.endswith(kind):  # a method of its own, which copies of the module get, too
+                vars(module)["forward"] = MethodType(forward, module)
 
 
 def compile_layers(model: nn.Module) -> None:
     """Let every layer of ``model`` be compiled at its first call, in place: names of parameters do not change.
 
-    Raises ``ConfigError`` if a part of the compiler is not installed.
+    Raises ``ConfigError`` if ``torch.compile`` lacks Triton (with a GPU) or a compiler of C or C++.
     """
-    check_compiler()
-    for block in find_blocks(model).blocks:
-        if block.kind == "layer":
-            block.module.compile()
-
-
-def check_compiler() -> None:
-    """Raise ``ConfigError`` if ``torch.compile`` lacks Triton (with a GPU) or a compiler of C or C++."""
     names: tuple[str, ...]
+    off = "or set model.compile_blocks=false"
     if torch.cuda.is_available():
         names, what = (os.environ.get("CC", "gcc"), "clang", "cc"), "a C compiler, as gcc, for Triton's kernels"
         if find_spec("triton") is None:
-            raise ConfigError(f"model.compile_blocks=true needs the package triton: pip install triton; {_OFF}")
+            raise ConfigError(f"model.compile_blocks=true needs the package triton: pip install triton; {off}")
     else:
         names, what = (os.environ.get("CXX", "g++"),), "a C++ compiler: install g++, or name one with CXX"
     if not any(shutil.which(name) for name in names):
-        raise ConfigError(f"model.compile_blocks=true needs {what}; {_OFF}")
-
-
-_OFF = "or set model.compile_blocks=false"
+        raise ConfigError(f"model.compile_blocks=true needs {what}; {off}")
+    for block in find_blocks(model).blocks:
+        if block.kind == "layer":
+            block.module.compile()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.compat.hugging_face import class_of_model, set_name
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.weights.gguf import SMOLLM2, converted, converted_smollm2, is_gguf
+from lt_offload.finetune.weights.gguf import SMOLLM2, converted, is_gguf, source_of
 from lt_offload.finetune.weights.hub import in_words, lazy_tensors, safetensors_of, without_advice
-from lt_offload.finetune.weights.vocabulary import add_tokens
+from lt_offload.finetune.weights.vocabulary import check_tokens
 from lt_offload.resources import is_dir, is_file, may_be_local, user_path
 
 if TYPE_CHECKING:
@@ -70,11 +70,22 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    if attention is not None:
-        check_attention(attention)
+    if attention == "flash_attention_2" and find_spec("flash_attn") is None:
+        raise ConfigError(
+            "model.attention=flash_attention_2 needs a package that is not installed: pip install flash-attn "
+            "--no-build-isolation; or set it to sdpa, which has flash attention of its own on a GPU"
+        )
+    if attention not in (None, "sdpa", "eager") and not torch.cuda.is_available():
+        raise ConfigError(f"model.attention={attention} trains on a GPU only, and there is none; set it to sdpa")
     config = load_config(name, architecture if init == "random" else None)
-    if init == "pretrained" and architecture is not None:
-        _check_same_architecture(name, config, load_config(name, architecture))
+    planned = load_config(name, architecture) if init == "pretrained" and architecture is not None else config
+    for key in _SHAPE_KEYS:
+        actual, expected = getattr(config, key, None), getattr(planned, key, None)
+        if actual != expected:
+            raise ConfigError(
+                f"model.name={name!r} has {key}={actual}, but the configuration in model.architecture has {expected}; "
+                "set model.architecture=null or to the configuration of this model"
+            )
     if dropout is not None:
         set_dropout(config, dropout)
     # Without this, every training call would keep keys and values. Generation says use_cache=True, an export resets it.
@@ -125,7 +136,7 @@ def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as
 
 def shown_name(name: str) -> str:
     """Return the name of a model for other programs: the folder of a converted one, else ``name``."""
-    return locate(name) if name == SMOLLM2 or is_file(user_path(name)) else name
+    return locate(name) if source_of(name) is not None else name
 
 
 def base_of(model: Any) -> Any:
@@ -161,19 +172,6 @@ def _check_complete(name: str, report: dict[str, Any]) -> None:
         raise ConfigError(f"model {name!r} cannot be loaded: {report['error_msgs'][0]}")
 
 
-def check_attention(attention: Attention) -> None:
-    """Raise ``ConfigError`` if this machine cannot compute attention like that."""
-    import torch
-
-    if attention == "flash_attention_2" and find_spec("flash_attn") is None:
-        raise ConfigError(
-            "model.attention=flash_attention_2 needs a package that is not installed: pip install flash-attn "
-            "--no-build-isolation; or set it to sdpa, which has flash attention of its own on a GPU"
-        )
-    if attention != "sdpa" and attention != "eager" and not torch.cuda.is_available():
-        raise ConfigError(f"model.attention={attention} trains on a GPU only, and there is none; set it to sdpa")
-
-
 def load_tokenizer(name: str, new_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     """Return the tokenizer of model ``name``, with ``new_tokens`` behind its own; ``ConfigError`` if there is none."""
     from transformers import AutoTokenizer
@@ -182,7 +180,9 @@ def load_tokenizer(name: str, new_tokens: Sequence[str] = ()) -> PreTrainedToken
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             locate(name, needs=None), trust_remote_code=False
         )
-    return add_tokens(tokenizer, new_tokens)
+    check_tokens(new_tokens)
+    tokenizer.add_tokens(list(new_tokens))
+    return tokenizer
 
 
 def locate(name: str, *, needs: str | None = "config.json") -> str:
@@ -190,12 +190,10 @@ def locate(name: str, *, needs: str | None = "config.json") -> str:
 
     Raises ``ConfigError`` if ``name`` is a path and there is no model at it.
     """
-    if name == SMOLLM2:
-        return str(converted_smollm2())
     check_name(name, needs=needs)
+    if (source := source_of(name)) is not None:
+        return str(converted(name, source))
     local = user_path(name)
-    if is_file(local):
-        return str(converted(local))
     return str(local) if is_dir(local) else name
 
 
@@ -227,13 +225,3 @@ def set_dropout(config: PreTrainedConfig, value: float) -> None:
         raise ConfigError(f"model.dropout={value}: a {config.model_type} model has no dropout; set it to null")
     for name in present:
         setattr(config, name, value)
-
-
-def _check_same_architecture(name: str, real: PreTrainedConfig, planned: PreTrainedConfig) -> None:
-    for key in _SHAPE_KEYS:
-        actual, expected = getattr(real, key, None), getattr(planned, key, None)
-        if actual != expected:
-            raise ConfigError(
-                f"model.name={name!r} has {key}={actual}, but the configuration in model.architecture has {expected}; "
-                "set model.architecture=null or to the configuration of this model"
-            )

@@ -19,28 +19,25 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lt_offload.compat.lightning import adds_up, trainer_of
 from lt_offload.errors import ConfigError
+from lt_offload.finetune import kernels as layers
 from lt_offload.finetune import load
 from lt_offload.finetune.adapters import (
     LoraArgs,
+    SavedAdapters,
     add_lora,
-    add_saved,
-    check_lora,
+    check_adapters,
     choose_trained,
-    saved_among,
-    saved_config,
 )
 from lt_offload.finetune.data.batches import TOKENS
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.data.sequences import check_packing
 from lt_offload.finetune.generation import continuation
-from lt_offload.finetune.kernels import Kernels, check_kernels, compile_layers, plan_liger, use_liger
+from lt_offload.finetune.kernels import Kernels
 from lt_offload.finetune.optimizers import (
     WITH_BETAS,
     LossAverage,
     OptimizerName,
-    check_low_precision,
-    check_states,
-    make_optimizer,
+    check_precision,
     mean_over,
     undivided,
 )
@@ -49,6 +46,7 @@ from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored,
 from lt_offload.finetune.unused import as_written, refuse_unused
 from lt_offload.finetune.weights.left_out import Description, frozen_base, leave_out, take_up
 from lt_offload.finetune.weights.vocabulary import check_rows, check_tokens, has_grown, names_of_embeddings, resize
+from lt_offload.optim import AdamW
 
 _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
@@ -153,23 +151,16 @@ class FineTune(LightningModule):
             refuse_unused(FineTune, "model.", {"betas": betas}, beside, instead="use adamw or adam")
         if dropout is not None and not 0 <= dropout < 1:
             raise ConfigError(f"model.dropout={dropout} is no probability below 1; set it to 0 or 0.1")
-        check_adapters(lora, adapter, freeze=freeze, train_only=train_only)
+        check_adapters(lora, adapter, {"freeze": freeze, "train_only": train_only})
         check_tokens(new_tokens or ())
         if quantize is not None and lora is not None and lora.dora:
             raise ConfigError(NO_PACKED_DORA)
         check_quantize(quantize, lora=adapter if lora is None else lora, compiled=compile_blocks)
-        check_kernels(kernels, compiled=compile_blocks)
-        if master_weights and stochastic_rounding:
-            raise ConfigError(
-                "model.stochastic_rounding=true does without the copies that model.master_weights=true keeps; set one "
-                "of them to false"
-            )
-        adapted = lora is not None or adapter is not None
-        for flag, value in (("master_weights", master_weights), ("stochastic_rounding", stochastic_rounding)):
-            if value:
-                check_low_precision(flag, dtype, optimizer, adapted=adapted)
-        trained = "float32" if adapted or master_weights or stochastic_rounding else dtype
-        check_states(optimizer, state_dtype, trained)
+        layers.check_kernels(kernels, compiled=compile_blocks)
+        check_precision(
+            optimizer, dtype, adapted=lora is not None or adapter is not None, master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding, state_dtype=state_dtype,
+        )  # fmt: skip
         self.name = name
         self.architecture = architecture
         self.init = init
@@ -250,17 +241,21 @@ class FineTune(LightningModule):
         config = load.load_config(self.name, self.architecture if self.init == "random" else None)
         self.vocabulary = len(data.tokenizer)
         self._check_rows(config.get_text_config().vocab_size, self.init)
-        check_data(config, max_length=data.max_length)
+        self.check_data(config, data)
         absent = [token for token in self.new_tokens if token not in data.tokenizer.get_vocab()]
         if absent:
             raise ConfigError(
                 f"model.new_tokens={list(self.new_tokens)!r}: the data's tokenizer does not know {absent[0]!r}; give "
                 "FineTuneData the same new_tokens"
             )
-        self.check_packing(config, data)
 
-    def check_packing(self, config: Any, data: Any) -> None:
-        """Raise ``ConfigError`` if ``data`` are packed and a model of ``config`` cannot keep documents apart."""
+    def check_data(self, config: Any, data: Any) -> None:
+        """Raise ``ConfigError`` if sequences are longer than a model's of ``config``, or it mixes packed documents."""
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is not None and data.max_length > longest:
+            raise ConfigError(
+                f"data.max_length={data.max_length} is longer than the model's context; set it to {longest} or less"
+            )
         if data.pack is True:
             check_packing(config, max_length=data.max_length, attention=self.attention, batch_size=data.batch_size)
 
@@ -290,19 +285,20 @@ class FineTune(LightningModule):
         self._grow(model, init)
         if self.kernels is not None:
             trainer = trainer_of(self)
-            use_liger(model, None if trainer is None else trainer.strategy.root_device.type)
+            device = None if trainer is None else trainer.strategy.root_device.type
+            layers.use_functions(model, layers.liger_functions(device))
         if self.quantize is not None:
             model = quantized(model, getattr(torch, self.model_dtype))
         model = self._adapt(model)
         if self.compile_blocks:
-            compile_layers(model)
+            layers.compile_layers(model)
         return model
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return ``model``, which is on meta, with the settings' vocabulary, adapters and frozen parts, to plan it."""
         self._grow(model, self.init)
         if self.kernels is not None:
-            plan_liger(model)
+            layers.use_functions(model, layers.PLANNED)
         return self._adapt(model)
 
     def _grow(self, model: Any, init: load.Init) -> None:
@@ -321,14 +317,14 @@ class FineTune(LightningModule):
             self._tell_untrained(model, self.lora.modules_to_save, "set")
             model = add_lora(model, self.lora)
         if self.adapter is not None:
-            saved = saved_config(self.adapter)
-            if self.quantize is not None and saved.use_dora:
+            saved = SavedAdapters.read(self.adapter)
+            if self.quantize is not None and saved.config.use_dora:
                 raise ConfigError(NO_PACKED_DORA)
-            held = [*(saved.modules_to_save or ()), *saved_among(self.adapter, names_of_embeddings(model))]
+            held = [name for name in names_of_embeddings(model) if saved.holds(name)]
             self._tell_untrained(
                 model, held, f"model.adapter={self.adapter!r} brings none; make new adapters instead, with"
             )
-            model = add_saved(model, self.adapter)
+            model = saved.add(model)
         if self.frozen or self.train_only:
             choose_trained(model, freeze=self.frozen, train_only=self.train_only)
         return model.train()
@@ -448,16 +444,18 @@ class FineTune(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
     def make_optimizer(self, params: Any) -> Optimizer:
-        """Return the optimizer of the settings over ``params``, parameters or groups of them."""
-        return make_optimizer(
-            self.optimizer,
-            params,
-            lr=self.lr,
-            betas=self.betas,
-            state_dtype=self.state_dtype,
-            master_weights=self.master_weights,
-            stochastic_rounding=self.stochastic_rounding,
-        )
+        """Return the optimizer of the settings over ``params``; fused where there is such a kernel: the fast one."""
+        name, lr, betas, state_dtype = self.optimizer, self.lr, self.betas, self.state_dtype
+        if name == "adamw8bit" or state_dtype is not None or self.master_weights or self.stochastic_rounding:
+            state = "8bit" if name == "adamw8bit" else state_dtype
+            rounding = self.stochastic_rounding
+            return AdamW(params, lr=lr, betas=betas, stochastic_rounding=rounding, state_dtype=state)
+        if name == "adafactor":
+            return torch.optim.Adafactor(params, lr=lr)
+        if name == "sgd":
+            return torch.optim.SGD(params, lr=lr, momentum=0.9, fused=True)
+        adam = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+        return adam(params, lr=lr, betas=betas, fused=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the settings of the optimizer, and leave out the frozen model under adapters."""
@@ -534,34 +532,6 @@ def _untold(step: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return untold
-
-
-def check_data(config: Any, *, max_length: int) -> None:
-    """Raise ``ConfigError`` if the sequences of the data are longer than those of the model."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and max_length > longest:
-        raise ConfigError(
-            f"data.max_length={max_length} is longer than the model's context; set it to {longest} or less"
-        )
-
-
-def check_adapters(
-    lora: LoraArgs | None, adapter: str | None, *, freeze: Sequence[str] | None, train_only: Sequence[str] | None
-) -> None:
-    """Raise ``ConfigError`` for impossible adapters, or ones that exclude the other settings."""
-    if lora is not None:
-        check_lora(lora)
-    if lora is not None and adapter is not None:
-        raise ConfigError(
-            f"model.adapter={adapter!r} brings its own settings; set model.lora=null, or make new "
-            "adapters without model.adapter"
-        )
-    for setting, patterns in (("freeze", freeze), ("train_only", train_only)):
-        if patterns and (lora is not None or adapter is not None):
-            raise ConfigError(
-                f"model.{setting}={list(patterns)!r} has no use with adapters, beside which everything is frozen; "
-                "choose with model.lora.target_modules, or set model.lora and model.adapter to null"
-            )
 
 
 def lr_factor(schedule: Schedule, *, warmup: int, total: float, floor: float) -> Callable[[int], float]:

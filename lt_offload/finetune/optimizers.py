@@ -1,4 +1,4 @@
-"""Updates: the optimizers that have a name in recipes, and the loss, a mean over all tokens or over batches."""
+"""Updates: what optimizers take, and the loss, a mean over all tokens or over batches."""
 
 from __future__ import annotations
 
@@ -8,71 +8,52 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.finetune import load
 from lt_offload.model.head import intercept_loss, uses_causal_loss
-from lt_offload.optim import AdamW
 
 OptimizerName = Literal["adamw", "adamw8bit", "adam", "sgd", "adafactor"]
 
 WITH_BETAS = ("adamw", "adamw8bit", "adam")
 
 
-def check_low_precision(flag: str, dtype: load.Dtype, optimizer: OptimizerName, *, adapted: bool) -> None:
-    """Raise ``ConfigError`` where another update of bfloat16 weights would change nothing, or no optimizer has it."""
-    if dtype != "bfloat16":
+def check_precision(
+    optimizer: OptimizerName,
+    dtype: load.Dtype,
+    *,
+    adapted: bool,
+    master_weights: bool,
+    stochastic_rounding: bool,
+    state_dtype: str | None,
+) -> None:
+    """Raise ``ConfigError`` for updates of few bits that would change nothing, be rounded away, or are not offered."""
+    if master_weights and stochastic_rounding:
+        raise ConfigError(
+            "model.stochastic_rounding=true does without the copies that model.master_weights=true keeps; set one "
+            "of them to false"
+        )
+    flag = "master_weights" if master_weights else "stochastic_rounding" if stochastic_rounding else None
+    if flag is not None and dtype != "bfloat16":
         raise ConfigError(
             f"model.{flag}=true changes nothing with model.dtype={dtype}; set it to false, or set model.dtype=bfloat16"
         )
-    if adapted:
+    if flag is not None and adapted:
         raise ConfigError(
             f"model.{flag}=true changes nothing with model.lora or model.adapter, whose adapters are float32 in any "
             "case; set it to false"
         )
-    if optimizer not in ("adamw", "adamw8bit"):
+    if flag is not None and optimizer not in ("adamw", "adamw8bit"):
         raise ConfigError(f"model.{flag}=true is not offered with model.optimizer={optimizer}; use adamw or adamw8bit")
-
-
-def check_states(optimizer: OptimizerName, state_dtype: str | None, trained: str) -> None:
-    """Raise ``ConfigError`` for moments of fewer bits that are not offered, or that would update plain bfloat16.
-
-    ``trained`` is the dtype of the updates: ``float32`` for masters, adapters, and stochastic rounding.
-    """
     if state_dtype is not None and optimizer != "adamw":
         raise ConfigError(f"model.state_dtype={state_dtype} is not offered with model.optimizer={optimizer}; use adamw")
-    if trained == "bfloat16" and (optimizer == "adamw8bit" or state_dtype is not None):
+    rounded = flag is None and not adapted and dtype == "bfloat16"
+    if rounded and (optimizer == "adamw8bit" or state_dtype is not None):
         fewer = "model.optimizer=adamw8bit" if state_dtype is None else f"model.state_dtype={state_dtype}"
         raise ConfigError(
             f"{fewer} with model.dtype=bfloat16 needs model.stochastic_rounding=true or model.master_weights=true, as "
             "small updates of plain bfloat16 weights are rounded away; set one of them"
         )
-
-
-def make_optimizer(
-    name: OptimizerName,
-    params: Any,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    state_dtype: Literal["bfloat16"] | None = None,
-    master_weights: bool = False,
-    stochastic_rounding: bool = False,
-) -> Optimizer:
-    """Return the optimizer called ``name``; fused where there is such a kernel: the fast one on host and device."""
-    if name == "adamw8bit":
-        return AdamW(params, lr=lr, betas=betas, stochastic_rounding=stochastic_rounding, state_dtype="8bit")
-    if state_dtype is not None or master_weights or stochastic_rounding:
-        assert name == "adamw"
-        return AdamW(params, lr=lr, betas=betas, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype)
-    if name == "adamw":
-        return torch.optim.AdamW(params, lr=lr, betas=betas, fused=True)
-    if name == "adam":
-        return torch.optim.Adam(params, lr=lr, betas=betas, fused=True)
-    if name == "sgd":
-        return torch.optim.SGD(params, lr=lr, momentum=0.9, fused=True)
-    return torch.optim.Adafactor(params, lr=lr)
 
 
 LossAverage = Literal["tokens", "batches"]

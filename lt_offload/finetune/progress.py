@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from statistics import median
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
-from rich.table import Column
+from rich.console import RenderableType
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Table
+from rich.text import Text
 
 from lt_offload.compat.lightning import adds_up
 from lt_offload.finetune.terminal import TERMINAL
@@ -21,20 +24,17 @@ from lt_offload.strategy.metrics import logs_after
 from lt_offload.units import format_bytes
 
 _SMOOTHED = 20
-"""Records in the mean that is shown as the loss."""
-_SPEED_SECONDS = 600.0
-"""Seconds of the last steps from which the time of the rest is estimated."""
+"""Records in the mean that is shown as the loss, and steps whose median time is that of the steps left."""
 _LEAST_SECONDS = 0.1
 """Least time between two drawings on a terminal."""
 _SEPARATOR = "  "
-_TASK = TaskID(0)
 _BAR = 16
 _WIDE = 100
 """Least columns of a terminal with room for a bar."""
 
 
 class ProgressLine(ProgressBar):
-    """A line with step, loss (mean of the last 20 records), tokens/s, peaks of memory and RAM against budgets, ETA.
+    """A line with step, loss (mean of the last 20 records), ETA, tokens/s, peaks of memory and RAM against budgets.
 
     The loss is read when loggers read it, every ``log_every_n_steps`` steps, so that no step waits for the device
     because of this. On a terminal the line fits its width: what matters least is left out first. Where the output is
@@ -49,10 +49,18 @@ class ProgressLine(ProgressBar):
         self.seconds = seconds
         self.clock: Callable[[], float] = time.monotonic
         self._enabled = True
-        self._progress: Progress | None = None
+        self._line: RenderableType | None = None
+        """The line as it was drawn last; None: nothing is drawn."""
+        self._begin()
+
+    def _begin(self) -> None:
         self._losses: deque[float] = deque(maxlen=_SMOOTHED)
+        # The median leaves planning and validation out, each in the time of one step.
+        self._step_seconds: deque[float] = deque(maxlen=_SMOOTHED)
+        self._step_end: float | None = None
         self._tokens_per_s: float | None = None
-        self._paused = self._pause_began = 0.0
+        self._total: int | None = None
+        """Steps of the training; None: not known."""
         self._written = self._drawn = -math.inf
         self._peaks = (0, 0)
         """Most device memory and RAM of the iterations so far."""
@@ -80,12 +88,10 @@ class ProgressLine(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
-        self._losses.clear()
-        self._paused, self._tokens_per_s, self._peaks = 0.0, None, (0, 0)
-        self._written = -math.inf
         self._stop(keep=False)
-        self._bar().reset(_TASK, total=steps_of(trainer), completed=trainer.global_step)
-        self._show(["training ..."], plain=False)
+        self._begin()
+        self._total = steps_of(trainer)
+        self._show(trainer, ["training ..."], plain=False)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -93,28 +99,21 @@ class ProgressLine(ProgressBar):
         """Show the step that has ended."""
         if adds_up(trainer):
             return
-        self._bar().update(_TASK, completed=trainer.global_step)
+        now = self.clock()
+        if self._step_end is not None:
+            self._step_seconds.append(now - self._step_end)
+        self._step_end = now
         if logs_after(trainer, trainer.global_step):
-            self._read(trainer.callback_metrics)
-        self._show(self._parts(trainer), done=self._bar().finished)
+            loss, rate = (trainer.callback_metrics.get(name) for name in ("train_loss", "tokens_per_s"))
+            self._losses += [] if loss is None else [float(loss)]
+            self._tokens_per_s = None if rate is None else float(rate)
+        self._show(trainer, self._parts(trainer), done=trainer.global_step == self._total)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the last line where it is."""
         self._stop()
 
     # -- validation --------------------------------------------------------------------------------------------------
-
-    def on_planning_start(self) -> None:
-        """Stop the time of training: the first step is measured and planned."""
-        self._pause_began = self.clock()
-
-    def on_planning_end(self) -> None:
-        """Let the time of training go on."""
-        self._paused += self.clock() - self._pause_began
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the time of training."""
-        self._pause_began = self.clock()
 
     def on_validation_batch_end(
         self,
@@ -132,11 +131,10 @@ class ProgressLine(ProgressBar):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             when = f" after step {trainer.global_step}"
         of = "" if math.isinf(total) else f"/{int(total)}"
-        self._show([f"validating{when}", f"batch {batch_idx + 1}{of}"], plain=False)
+        self._show(trainer, [f"validating{when}", f"batch {batch_idx + 1}{of}"], plain=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the held-out loss of a validation within training, and let the time of training go on."""
-        self._paused += self.clock() - self._pause_began
+        """Write the held-out loss of a validation within training."""
         self.reset_dataloader_idx_tracker()
         if trainer.sanity_checking or trainer.state.fn != "fit":
             self._stop(keep=False)
@@ -144,27 +142,18 @@ class ProgressLine(ProgressBar):
         loss = trainer.callback_metrics.get("val_loss")
         if loss is not None:
             self._write(f"step {trainer.global_step}: held-out loss {float(loss):.4f}")
-        if TERMINAL.draws:
-            self._show(self._parts(trainer), done=True)
+        self._show(trainer, self._parts(trainer), plain=False, done=True)
 
     # -- the line ----------------------------------------------------------------------------------------------------
 
-    def _read(self, metrics: Mapping[str, Any]) -> None:
-        loss = metrics.get("train_loss")
-        if loss is not None:
-            self._losses.append(float(loss))
-        rate = metrics.get("tokens_per_s")
-        self._tokens_per_s = None if rate is None else float(rate)
-
     def _parts(self, trainer: Trainer) -> list[str]:
         """Return the parts of the line, the most important first."""
-        step, task = trainer.global_step, self._bar().tasks[_TASK]
-        total = None if task.total is None else int(task.total)
+        step, total = trainer.global_step, self._total
         parts = [f"step {step}" if total is None else f"step {step}/{total}"]
         if self._losses:
             parts.append(f"loss {sum(self._losses) / len(self._losses):.4f}")
-        if task.time_remaining:
-            parts.append(f"eta {timedelta(seconds=task.time_remaining)}")
+        if self._step_seconds and total is not None and step < total:
+            parts.append(f"eta {timedelta(seconds=math.ceil(median(self._step_seconds) * (total - step)))}")
         if self._tokens_per_s:
             parts.append(f"{_count(self._tokens_per_s)} tok/s")
         engine, plan = getattr(trainer.strategy, "engine", None), getattr(trainer.strategy, "plan", None)
@@ -176,20 +165,24 @@ class ProgressLine(ProgressBar):
             parts.append(f"RAM {of_budget(host, plan.host_budget_bytes)}")
         return parts
 
-    def _show(self, parts: Sequence[str], *, plain: bool = True, done: bool = False) -> None:
+    def _show(self, trainer: Trainer, parts: Sequence[str], *, plain: bool = True, done: bool = False) -> None:
         """Draw the line of ``parts``; write a ``plain`` one only if the last one is old, or this one is ``done``."""
         if not self._enabled:
             return
-        bar, now = self._bar(), self.clock()
+        now = self.clock()
         if not TERMINAL.draws:
             if plain and (done or now - self._written >= self.seconds):
                 self._written = now
                 self._write(_SEPARATOR.join(parts))
         elif done or now - self._drawn >= _LEAST_SECONDS:
-            self._drawn = now
-            width = TERMINAL.console.width - (_BAR + 1) * (len(bar.columns) - 1)
-            bar.update(_TASK, description=fitted(parts, width))
-            TERMINAL.draw(bar.get_renderable(), below=True)
+            self._drawn, width = now, TERMINAL.console.width
+            room = width - (_BAR + 1 if width >= _WIDE else 0)
+            self._line = Text(fitted(parts, room), no_wrap=True, overflow="crop")
+            if room < width:
+                bar = Bar(total=self._total, completed=trainer.global_step, width=_BAR)
+                text, self._line = self._line, Table.grid(padding=(0, 1))
+                self._line.add_row(bar, text)
+            TERMINAL.draw(self._line, below=True)
 
     def _write(self, line: str) -> None:
         """Write a line that stays, above the one that is drawn anew."""
@@ -197,28 +190,13 @@ class ProgressLine(ProgressBar):
             TERMINAL.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _stop(self, *, keep: bool = True) -> None:
-        bar, self._progress = self._progress, None
-        if bar is None:
+        line, self._line = self._line, None
+        if line is None:
             return
         if keep and self._enabled and TERMINAL.draws:
             # A message about something else may stand in the place of the last step's line.
-            TERMINAL.draw(bar.get_renderable(), below=True)
+            TERMINAL.draw(line, below=True)
         TERMINAL.clear(keep=keep)
-
-    def _bar(self) -> Progress:
-        """Return the bar, which keeps the time of steps in any case."""
-        if self._progress is None:
-            line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
-            columns: list[ProgressColumn] = [BarColumn(_BAR)] if TERMINAL.console.width >= _WIDE else []
-            self._progress = Progress(
-                *columns,
-                line,
-                console=TERMINAL.console,
-                speed_estimate_period=_SPEED_SECONDS,
-                get_time=lambda: self.clock() - self._paused,
-            )
-            self._progress.add_task("", total=None)
-        return self._progress
 
 
 def steps_of(trainer: Trainer) -> int | None:

@@ -9,11 +9,6 @@ from typing import Any
 from lt_offload.errors import ConfigError
 
 
-def default_of(owner: Callable[..., Any], name: str) -> Any:
-    """Return the default of the parameter ``name`` of ``owner``."""
-    return inspect.signature(owner).parameters[name].default
-
-
 def refuse_unused(
     owner: Callable[..., Any], prefix: str, settings: Mapping[str, object], beside: str, *, instead: str
 ) -> None:
@@ -23,7 +18,7 @@ def refuse_unused(
     alternative to the default.
     """
     for name, value in settings.items():
-        default = default_of(owner, name)
+        default = inspect.signature(owner).parameters[name].default
         # Values are compared as they are written: YAML has lists where a signature has tuples.
         if as_written(value) != as_written(default):
             raise ConfigError(

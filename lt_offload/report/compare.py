@@ -101,6 +101,10 @@ def _decided(plan: Plan) -> dict[str, str]:
     travels: Counter[str] = Counter()
     for op, count in zip(plan.ops, plan.counts, strict=True):
         travels[op.lane] += count * op.bytes
+
+    def counted(names: Iterable[str]) -> str:
+        return ", ".join(f"{count} {name}" for name, count in Counter(names).most_common())
+
     return {
         "planner": plan.planner,
         "batch": samples_of(plan),
@@ -108,14 +112,10 @@ def _decided(plan: Plan) -> dict[str, str]:
         "lower bound": format_seconds(plan.predicted.lower_bound_s),
         "to the device": format_bytes(travels["h2d"]),
         "to the host": format_bytes(travels["d2h"]),
-        "activations": _counts(plan.options),
-        "updates": _counts(place for place in plan.update_places if place != "none"),
+        "activations": counted(plan.options),
+        "updates": counted(place for place in plan.update_places if place != "none"),
         "model structure": plan.fingerprint,
     }
-
-
-def _counts(names: Iterable[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in Counter(names).most_common())
 
 
 def _rows(texts: Sequence[Mapping[str, str]]) -> Rows:

@@ -20,31 +20,30 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
     """Return ``trace`` in the Trace Event format, ready for ``json.dump``."""
     # A simulated prefetch may begin before its iteration does; the viewers want times that are not negative.
     origin = min([0.0, *(span.start for span in trace.spans)])
+
+    def event(phase: str, name: str, *, thread: int | None = None, at: float | None = None, **more: Any) -> None:
+        times = {} if at is None else {"ts": round((at - origin) * 1e6, 3)}
+        threads = {} if thread is None else {"tid": thread}
+        events.append({"ph": phase, "name": name, "pid": _PROCESS, **threads, **times, **more})
+
     threads: dict[LaneName, int] = {}
-    events = [_metadata("process_name", 0, name=f"lt_offload, one iteration ({trace.source})")]
+    events: list[dict[str, Any]] = []
+    event("M", "process_name", thread=0, args={"name": f"lt_offload, one iteration ({trace.source})"})
     for thread, lane in enumerate(shown(span.lane for span in trace.spans), start=1):
         threads[lane.name] = thread
-        events.append(_metadata("thread_name", thread, name=lane.title))
-        events.append(_metadata("thread_sort_index", thread, sort_index=thread))
+        event("M", "thread_name", thread=thread, args={"name": lane.title})
+        event("M", "thread_sort_index", thread=thread, args={"sort_index": thread})
     # Of two spans that start together the longer one comes first: viewers nest by the order of events.
     for span in sorted(trace.spans, key=lambda span: (span.start, -span.end)):
         if span.lane in threads:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.label,
-                    "cat": span.label.partition(" ")[0] or span.lane,
-                    "pid": _PROCESS,
-                    "tid": threads[span.lane],
-                    "ts": _microseconds(span.start - origin),
-                    "dur": _microseconds(span.end - span.start),
-                    "args": {"op": span.op},
-                }
-            )
+            kind = span.label.partition(" ")[0] or span.lane
+            lasts = {"dur": round((span.end - span.start) * 1e6, 3), "cat": kind, "args": {"op": span.op}}
+            event("X", span.label, thread=threads[span.lane], at=span.start, **lasts)
     end = max((span.end for span in trace.spans), default=trace.iteration_time)
-    for time in (0.0, max(end, trace.iteration_time) - origin):
-        events.append(_counter("device budget", time, trace.budget_bytes))
-    events += [_counter("device memory", time - origin, size) for time, size in trace.memory]
+    for time in (origin, max(end, trace.iteration_time)):
+        event("C", "device budget", at=time, args={"bytes": trace.budget_bytes})
+    for time, size in trace.memory:
+        event("C", "device memory", at=time, args={"bytes": size})
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -63,15 +62,3 @@ def save_perfetto(trace: Trace, path: str | Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(to_perfetto(trace), separators=(",", ":")) + "\n", encoding="utf-8")
     return target
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
-
-
-def _metadata(event: str, thread: int, **args: str | int) -> dict[str, Any]:
-    return {"ph": "M", "name": event, "pid": _PROCESS, "tid": thread, "args": args}
-
-
-def _counter(name: str, time: float, size: int) -> dict[str, Any]:
-    return {"ph": "C", "name": name, "pid": _PROCESS, "ts": _microseconds(time), "args": {"bytes": size}}

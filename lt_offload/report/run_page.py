@@ -54,12 +54,18 @@ def write_run_report(folder: str | Path, gains: Sequence[Gain] = ()) -> Path:
         traces = {"Predicted": simulate(plan, profile)} | ({"Measured": run.trace} if run.trace is not None else {})
         compared, note = _compared(run, traces["Predicted"]), plan_page.paragraph(plan, profile)
         planned = [section("Planned and measured", note, compared), *plan_page.sections(plan, profile, traces, gains)]
+    figure = curves(run)
+    ends = (f"{name} {curve[0][1]:.4g} to {curve[-1][1]:.4g}" for name, curve in run.curves.items())
     steps = "1 step" if run.steps == 1 else f"{run.steps} steps"
     ended = f", {run.parts[-1].ended}" if run.parts and run.parts[-1].ended != "finished" else ""
     parts = [
         f"<p>{escape(' '.join([*_ends(run), *run.warnings]))}</p>",
         section("Figures", "Speeds and times are medians of the second half.", table((), described(run).items())),
-        section("Training", "Drag to see a part of the steps, click twice to see all.", _training(run)),
+        section(
+            "Training",
+            "Drag to see a part of the steps, click twice to see all.",
+            drawn(figure, "curves", f"Metrics over steps: {', '.join(ends)}") if figure.data else "",
+        ),
         _processes(run),
         section("Samples", "The most likely token each time; the prompt is grey.", *_samples(run.samples)),
         *planned[:1],
@@ -87,12 +93,6 @@ def _ends(run: RunFolder) -> Iterator[str]:
 
 
 # -- curves ----------------------------------------------------------------------------------------------------------
-
-
-def _training(run: RunFolder) -> str:
-    ends = (f"{name} {curve[0][1]:.4g} to {curve[-1][1]:.4g}" for name, curve in run.curves.items())
-    figure = curves(run)
-    return drawn(figure, "curves", f"Metrics over steps: {', '.join(ends)}") if figure.data else ""
 
 
 def curves(run: RunFolder) -> Figure:

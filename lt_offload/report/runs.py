@@ -10,7 +10,7 @@ import csv
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -204,8 +204,8 @@ def read_run(path: str | Path) -> RunFolder:
         path=folder,
         curves=_curves(folder, warnings),
         samples=tuple(_samples(folder / SAMPLES)),
-        settings=_settings(folder / "config.yaml", warnings),
-        environment=_object(folder / ENVIRONMENT),
+        settings=dict(dotted(_mapping(folder / "config.yaml", read_yaml, warnings))),
+        environment=_mapping(folder / ENVIRONMENT, json.loads),
         parts=tuple(read_parts(folder)),
         plan=load(Plan, "plan.json"),
         profile=load(Profile, "profile.json"),
@@ -219,7 +219,7 @@ def read_parts(folder: Path) -> list[RunPart]:
     from pydantic import TypeAdapter, ValidationError
 
     parts = []
-    for part in _object(folder / SUMMARY).get("parts") or ():
+    for part in _mapping(folder / SUMMARY, json.loads).get("parts") or ():
         # A later version of this package may have written other fields: what it adds is left out.
         with suppress(ValidationError):
             parts.append(TypeAdapter(RunPart).validate_python(part))
@@ -289,20 +289,12 @@ def _samples(path: Path) -> Iterator[RunSample]:
     yield from sorted(last.values(), key=lambda sample: sample.step)
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _mapping(path: Path, read: Callable[[str], Any], warnings: list[str] | None = None) -> dict[str, Any]:
+    """Return the mapping in a file; empty without one, or if it cannot be read, of which ``warnings`` tell."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = read(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        if warnings is not None:
+            warnings.append(f"{path.name} cannot be read: {error}")
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _settings(path: Path, warnings: list[str]) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    try:
-        values = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        warnings.append(f"{path.name} cannot be read: {error}")
-        return {}
-    return dict(dotted(values)) if isinstance(values, dict) else {}

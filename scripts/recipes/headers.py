@@ -14,13 +14,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lt_offload.cli import recipes
-from lt_offload.cli.draft import RAM, SimulatedStep, header
 from lt_offload.cli.main import main as lt_finetune
+from lt_offload.cli.verbs.new import RAM, header
+from lt_offload.cli.verbs.new import figures as figures_of
 from lt_offload.schema.plan import Plan
 from scripts.common import RESULTS, now, read_json, save, when
 from scripts.planning import Stopwatch
@@ -73,18 +73,13 @@ def planned(name: str, seconds: float) -> Figure | None:
     if plan is None:
         return None
     what = {"title": title_of(text), "hardware": hardware, "planner": plan.planner}
-    return what | asdict(SimulatedStep.of(plan)) | watch.figures() | now()
+    return what | figures_of(plan) | watch.figures() | now()
 
 
 def text_of(name: str, figure: Figure) -> str:
     """Return the text of recipe ``name`` with ``figure`` in its header."""
     text = recipes.shipped()[name].read_text(encoding="utf-8")
-    return with_header(text, header(title_of(text), name, hardware_of(text), figures_of(figure), made=when(figure)))
-
-
-def figures_of(figure: Figure) -> SimulatedStep:
-    """Return what the header shows of ``figure``."""
-    return SimulatedStep(**{field: figure[field] for field in SimulatedStep.__slots__})
+    return with_header(text, header(title_of(text), name, hardware_of(text), figure, made=when(figure)))
 
 
 def with_plans() -> list[str]:

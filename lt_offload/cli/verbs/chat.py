@@ -1,4 +1,4 @@
-"""``lt-finetune chat``: a conversation in the terminal, or through pipes."""
+"""``lt-finetune generate`` and ``lt-finetune chat``: a prompt continued, and a conversation in terminal or pipes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,66 @@ from types import FrameType
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from torch.utils.data import DataLoader
+from transformers import TextStreamer
 
 from lt_offload.cli.app import App
-from lt_offload.cli.preflight import check_early
 from lt_offload.errors import ConfigError, OverBudget, first_line
+from lt_offload.finetune import load
 from lt_offload.finetune.generation import Remembered, Sampler, room_for_answer
+from lt_offload.finetune.run.summary import prompts
 from lt_offload.finetune.terminal import clear, say, status
-from lt_offload.finetune.unused import default_of
 
 _COMMANDS = ("/reset", "/system TEXT", "/exit")
 _MOST_TURNS = 2**31
+_TOP_P = 0.95
 _ENOUGH = 0.25
 """The part of the model's context for an answer below which the oldest turns are forgotten."""
+
+
+def generate(
+    app: App,
+    *,
+    prompt: str | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    ckpt_path: str | None = None,
+) -> int:
+    """Let the model continue a prompt, streaming the weights.
+
+    Args:
+        app: the settings.
+        prompt: text, or an instruction if the recipe trains on instructions; default: the recipe's (first)
+            sample_prompt.
+        max_new_tokens: where to stop if the model does not.
+        temperature: 0: always the most likely token; higher: more variety.
+        top_p: draw from the most likely tokens that together have this probability.
+        seed: of the draws; the same one gives the same text.
+        ckpt_path: checkpoint to use; if not given, the newest one of a run folder, else the pretrained model.
+    """
+    text = prompt if prompt is not None else next(iter(prompts(app.datamodule)), None)
+    if text is None:
+        raise ConfigError("generate needs --prompt: the recipe has no data.sample_prompt")
+    if not text.strip():
+        raise ConfigError(f"the prompt is empty: {text!r}; give some text with --prompt")
+    _check_tokens(max_new_tokens)
+    sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
+    requests: Any = [app.datamodule.prompt(text, max_new_tokens=max_new_tokens) | {"choose": sampler}]
+    count = requests[0]["input_ids"].shape[1]
+    architecture = app.model.architecture if app.model.init == "random" else None
+    room = room_for_answer(load.load_config(app.model.name, architecture), count, max_new_tokens)
+    if room < max_new_tokens:
+        raise ConfigError(
+            f"a prompt of {count} tokens and an answer of max_new_tokens={max_new_tokens} are longer than the model's "
+            f"context of {count + room}; lower --max_new_tokens, or write less"
+        )
+    what = f"a prompt of {count} tokens and max_new_tokens={max_new_tokens} more need"
+    [answer] = _answered(app, DataLoader(requests, batch_size=None), ckpt_path, what)
+    clear()
+    print(app.datamodule.tokenizer.decode(answer, skip_special_tokens=True))
+    return 0
 
 
 def chat(
@@ -32,7 +79,7 @@ def chat(
     system: str | None = None,
     max_new_tokens: int = 512,
     temperature: float = 0.7,
-    top_p: float = 0.95,
+    top_p: float = _TOP_P,
     seed: int = 0,
     ckpt_path: str | None = None,
 ) -> int:
@@ -53,22 +100,29 @@ def chat(
         seed: of the draws; the same one gives the same answers.
         ckpt_path: checkpoint to use; if not given, the newest one of a run folder, else the pretrained model.
     """
+    _check_tokens(max_new_tokens)
+    # The default top_p is for draws; Sampler would refuse it beside temperature=0.
+    sampler = Sampler(temperature=temperature, top_p=1.0 if temperature == 0 and top_p == _TOP_P else top_p, seed=seed)
+    session = ChatSession(app, sampler, system=system, max_new_tokens=max_new_tokens)
+    _answered(app, session, ckpt_path, "the model needs")
+    return 2 if session.unanswered and not session.terminal else 0
+
+
+def _check_tokens(max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} is too small; it must be at least 1")
-    if temperature == 0 and top_p == default_of(chat, "top_p"):
-        top_p = 1.0  # the default, which Sampler would refuse beside temperature=0
-    sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
-    check_early(app, ckpt_path, reads_data=False)
-    session = ChatSession(app, sampler, system=system, max_new_tokens=max_new_tokens)
-    loader: Any = session
+
+
+def _answered(app: App, loader: Any, ckpt_path: str | None, what: str) -> list[Any]:
+    """Return the answers to the requests of ``loader``; ``ConfigError`` if ``what`` more than the device memory."""
     status("loading the model")
     try:
-        app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True, return_predictions=False)
+        return app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True) or []
     except (OverBudget, torch.OutOfMemoryError) as error:
         raise ConfigError(
-            f"the model cannot be run in the device memory ({error}); --trainer.strategy.memory gives it more"
+            f"{what} more device memory ({first_line(error)}); write less, or give it more with "
+            "--trainer.strategy.memory"
         ) from None
-    return 2 if session.unanswered and not session.terminal else 0
 
 
 class ChatSession:
@@ -81,7 +135,6 @@ class ChatSession:
         self._app = app
         self._sampler = sampler
         self._max_new_tokens = max_new_tokens
-        self._tokenizer: PreTrainedTokenizerBase = app.datamodule.tokenizer
         app.datamodule.encode_conversation([{"role": "user", "content": "?"}])  # a template that is missing is missed
         self._system = system
         self._messages: list[dict[str, str]] = []
@@ -106,38 +159,40 @@ class ChatSession:
             except ConfigError as error:
                 self._leave_out(str(error))
                 continue
-            answer = _Answer(self._tokenizer)
+            tokens, errors = list[int](), list[Exception]()
+            streamer: Any = TextStreamer(self._app.datamodule.tokenizer, skip_special_tokens=True)
+
+            def heard(token: int, tokens: list[int] = tokens, streamer: Any = streamer) -> bool:
+                tokens.append(token)
+                streamer.put(torch.tensor([token]))
+                return not self._stopped
+
             begun = time.perf_counter()
             with self._interruptible():
-                yield self._batch(ids, room, answer)
-            if answer.refused is not None:
+                yield {
+                    "input_ids": torch.tensor([ids]),
+                    "max_new_tokens": room,
+                    "end": self._ends(),
+                    "choose": self._sampler,
+                    "heard": heard,
+                    "remembered": self._remembered,
+                    "refused": errors.append,
+                }
+            if tokens or not errors:
+                streamer.end()
+            if errors:
                 self._leave_out(
-                    f"{len(ids)} tokens with an answer need more device memory ({answer.refused}); write less, begin "
-                    "again with /reset, or give it more with --trainer.strategy.memory"
+                    f"{len(ids)} tokens with an answer need more device memory ({first_line(errors[0])}); write less, "
+                    "begin again with /reset, or give it more with --trainer.strategy.memory"
                 )
                 continue
-            said = answer.close()
-            if len(answer.tokens) == room < self._max_new_tokens:
+            if len(tokens) == room < self._max_new_tokens:
                 say(f"(the answer ends after {room} tokens, where the model's context does)")
+            said = str(self._app.datamodule.tokenizer.decode(tokens, skip_special_tokens=True))
             self._messages = [*messages, {"role": "assistant", "content": said}]
             if self.terminal:
                 seconds = max(time.perf_counter() - begun, 1e-9)
-                say(f"({len(answer.tokens)} tokens, {len(answer.tokens) / seconds:.2g} tokens/s)")
-
-    def _batch(self, ids: list[int], room: int, answer: _Answer) -> dict[str, Any]:
-        def heard(token: int) -> bool:
-            answer.add(token)
-            return not self._stopped
-
-        return {
-            "input_ids": torch.tensor([ids]),
-            "max_new_tokens": room,
-            "end": self._ends(),
-            "choose": self._sampler,
-            "heard": heard,
-            "remembered": self._remembered,
-            "refused": answer.refuse,
-        }
+                say(f"({len(tokens)} tokens, {len(tokens) / seconds:.2g} tokens/s)")
 
     def _ends(self) -> frozenset[int]:
         """Return the tokens that end an answer: those of its training, and those of its generation settings."""
@@ -226,29 +281,3 @@ class ChatSession:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
-
-
-class _Answer:
-    """An answer that is printed while it comes."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokens: list[int] = []
-        self.refused: str | None = None
-        """The reason why there is no answer."""
-        self._tokenizer = tokenizer
-        self._streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
-
-    def add(self, token: int) -> None:
-        self.tokens.append(token)
-        self._streamer.put(torch.tensor([token]))
-
-    def refuse(self, error: Exception) -> None:
-        """End the answer because of ``error``."""
-        if self.tokens:
-            self.close()
-        self.refused = first_line(error)
-
-    def close(self) -> str:
-        """End the line, and return the answer."""
-        self._streamer.end()
-        return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))

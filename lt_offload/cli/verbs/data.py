@@ -9,7 +9,6 @@ from rich.console import Console
 
 from lt_offload.cli.app import App
 from lt_offload.cli.outputs import check_output
-from lt_offload.cli.preflight import check_early
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.preview import Preview
 from lt_offload.resources import user_path
@@ -31,28 +30,21 @@ def data(app: App, *, samples: int = 3, save: str | None = None) -> int:
         check_output(save, "--save")
         if Path(save).suffix.lower() not in _ENDINGS:
             raise ConfigError(f"save={save!r}: end the name with one of {', '.join(_ENDINGS)}")
-    check_early(app)
     preview = Preview(app.datamodule)
     console = Console(highlight=False, markup=False)
-    shown = list(preview.parts(samples=samples, color=console.color_system is not None))
-    for part in shown:
+    for part in preview.parts(samples=samples, color=console.color_system is not None):
         console.print(part)
-    if save is not None:
-        print(f"saved: {_save(preview, samples, save)}")
-    return 0
-
-
-def _save(preview: Preview, samples: int, save: str) -> Path:
+    if save is None:
+        return 0
     target = user_path(save)
     color = target.suffix.lower() != ".txt"
     paper = Console(file=io.StringIO(), record=True, width=100, highlight=False, markup=False, force_terminal=color)
     # Rendered anew: a page has colours, a text has none, whatever the terminal has.
     for part in preview.parts(samples=samples, color=color):
         paper.print(part)
-    if target.suffix.lower() == ".html":
-        paper.save_html(str(target))
-    elif target.suffix.lower() == ".svg":
+    if target.suffix.lower() == ".svg":
         paper.save_svg(str(target), title="lt-finetune data")
     else:
-        paper.save_text(str(target))
-    return target
+        (paper.save_html if color else paper.save_text)(str(target))
+    print(f"saved: {target}")
+    return 0

@@ -1,29 +1,45 @@
-"""``lt-finetune export``: a model folder that Hugging Face reads, adapters, or a GGUF file."""
+"""``lt-finetune export``: a model folder that Hugging Face reads, adapters, or a GGUF file.
+
+Exporting needs one copy of the weights at most, and none that a checkpoint's file already is.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
-from lt_offload.cli.preflight import check_early
-from lt_offload.compat.hugging_face import set_name
+from lt_offload.compat.hugging_face import set_name, untie
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.export import ExportDtype, Format, check_form, check_target
-from lt_offload.finetune.export import export as write
 from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.quantize import dequantized
 from lt_offload.finetune.unused import refuse_unused
-from lt_offload.finetune.weights.gguf import Bits, check_writable
+from lt_offload.finetune.weights.gguf import Bits, check_writable, write_gguf
+from lt_offload.finetune.weights.hub import is_full
 from lt_offload.finetune.weights.left_out import KEY
+from lt_offload.finetune.weights.vocabulary import has_grown, names_of_embeddings
+from lt_offload.model.quantized import packed_layers
+from lt_offload.replacing import replacing
+from lt_offload.resources import user_path
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint import sums
 from lt_offload.units import format_bytes, parse_bytes
 
-_NAMES = {"hf": "model", "adapter": "adapter", "gguf": "model.gguf"}
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Format = Literal["hf", "adapter", "gguf"]
+ExportDtype = Literal["float32", "bfloat16", "float16"]
+GGUF_FILE = "model.gguf"
+_NAMES = {"hf": "model", "adapter": "adapter", "gguf": GGUF_FILE}
 _LOADED = {
     "hf": "Hugging Face folder, {size}; load it with AutoModelForCausalLM.from_pretrained({path})",
     "adapter": "adapters, {size}; load them with PeftModel.from_pretrained(model, {path})",
@@ -58,25 +74,25 @@ def export(
         quantize: q8_0 writes the matrices of a GGUF file in 8 bits.
         max_shard_size: of one file of a whole model's folder.
     """
-    format = format or ("gguf" if output is not None and output.endswith(".gguf") else "hf")
-    kind = "adapter" if not merge else format
+    written_as = format or ("gguf" if output is not None and output.endswith(".gguf") else "hf")
+    if not merge and written_as == "gguf":
+        raise ConfigError("--format gguf holds whole models; leave out --merge false, or export --format adapter")
+    format = written_as if merge else "adapter"
     if output is None:  # in its run folder, or named after the recipe in the working folder
-        folder, name = app.recipe.parent, _NAMES[kind]
+        folder, name = app.recipe.parent, _NAMES[format]
         is_run = (folder / "checkpoints").is_dir()
         output = str(folder / name if is_run else f"{recipes.run_name(app.recipe)}-{name}")
-    target = check_target(output, format)
-    check_form(format, merge=merge, quantize=quantize)
-    parse_bytes(max_shard_size, setting="max_shard_size", least=1)  # a slip is noticed before anything slow
-    # The settings tell it already; the export itself would notice it once the model is loaded, minutes later.
-    if (format == "adapter" or not merge) and app.model.lora is None and app.model.adapter is None:
+    # Slips are noticed here; the export itself would notice them once the model is loaded, minutes later.
+    target = check_target(output, format, dtype=dtype, quantize=quantize)
+    parse_bytes(max_shard_size, setting="max_shard_size", least=1)
+    if format == "adapter" and app.model.lora is None and app.model.adapter is None:
         raise ConfigError(
             f"--{'format adapter' if merge else 'merge false'}: the recipe has no adapters, neither model.lora nor "
             "model.adapter; leave the flag out to export the model"
         )
-    if format != "hf" or not merge:
-        what = "--merge false, with which adapters are written, as one file" if format == "hf" else f"--format {format}"
+    if format != "hf":
+        what = f"--format {format}" if merge else "--merge false, with which adapters are written, as one file"
         refuse_unused(export, "--", {"max_shard_size": max_shard_size}, what, instead="export a whole model as hf")
-    check_early(app, ckpt_path, reads_data=False)
     if format == "gguf":
         config = load.load_config(app.model.name, app.model.architecture if app.model.init == "random" else None)
         check_writable(config, app.datamodule.tokenizer)
@@ -99,21 +115,16 @@ def export(
         model,
         app.datamodule.tokenizer,
         target,
-        merge=merge,
         format=format,
         dtype=dtype,
         max_shard_size=max_shard_size,
         quantize=quantize,
         ends=app.datamodule.encoder.ends,
     )
-    print(f"{written}: {_LOADED[kind].format(size=_size(written), path=repr(str(written)), file=written)}")
+    files = [written] if written.is_file() else [file for file in written.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    print(f"{written}: {_LOADED[format].format(size=format_bytes(size), path=repr(str(written)), file=written)}")
     return 0
-
-
-def _size(path: Path) -> str:
-    """Return the size of a file, or of all files of a folder."""
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return format_bytes(sum(file.stat().st_size for file in files))
 
 
 def _of_checkpoint(module: FineTune, content: dict[str, Any]) -> torch.nn.Module:
@@ -130,3 +141,131 @@ def _of_checkpoint(module: FineTune, content: dict[str, Any]) -> torch.nn.Module
     if module.init == "pretrained":
         load.add_generation_config(base, module.name)
     return model
+
+
+def write(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    *,
+    format: Format = "hf",
+    dtype: ExportDtype | None = None,
+    max_shard_size: str = "5GB",
+    quantize: Bits | None = None,
+    ends: Sequence[int] = (),
+) -> Path:
+    """Write ``model``, with its adapters merged, or its adapters alone, and ``tokenizer``, and return their path.
+
+    The settings are the flags of the verb. The weights of ``model``, a Hugging Face model, must be
+    complete on the host; a base of four bits is written as what it stands for, in the dtype of the model. Answers end
+    at ``ends``, too: the generation settings of a whole model's folder say so, so that other programs stop there.
+    Raises ``ConfigError`` if there is something already, or it cannot be written in this format.
+    """
+    shard_bytes = parse_bytes(max_shard_size, setting="max_shard_size", least=1)
+    target = check_target(folder, format, dtype=dtype, quantize=quantize)
+    whole: Any = model
+    if format == "adapter":
+        config, base = next(iter(whole.peft_config.values())), load.base_of(whole)
+        # Embeddings that grew are saved with the adapters, which may hold them anyway.
+        held = set(names_of_embeddings(base)[:1]) & set(config.modules_to_save or ())
+        with _appearing(target) as new:
+            whole.save_pretrained(new, save_embedding_layers=has_grown(base) and not held)
+            tokenizer.save_pretrained(new)
+        return target
+    if format == "gguf":
+        check_writable(load.base_of(whole).config, tokenizer)
+    with _to_generate(whole, ends):
+        # This comes before adapters are merged: a merge into four bits would round away most of what was learned.
+        if any(True for _ in packed_layers(whole)):
+            whole = dequantized(whole)
+        if hasattr(whole, "merge_and_unload"):
+            whole = whole.merge_and_unload()
+        output, inputs = whole.get_output_embeddings(), whole.get_input_embeddings()
+        tied = output is not None and whole.config.tie_word_embeddings
+        if tied and output.weight is not inputs.weight and not torch.equal(output.weight, inputs.weight):
+            whole.config.tie_word_embeddings = False  # adapters have parted them
+            untie(whole)
+        if dtype is not None:
+            _cast(whole, getattr(torch, dtype))
+        with _appearing(target) as new:
+            if format == "gguf":
+                file = new if target.suffix == ".gguf" else new / GGUF_FILE
+                file.parent.mkdir(exist_ok=True)
+                write_gguf(whole, tokenizer, file, quantize=quantize)
+            else:
+                whole.save_pretrained(new, max_shard_size=shard_bytes)
+                tokenizer.save_pretrained(new)
+    return target / GGUF_FILE if format == "gguf" and target.is_dir() else target
+
+
+def check_target(
+    folder: str | Path, format: Format, *, dtype: ExportDtype | None = None, quantize: Bits | None = None
+) -> Path:
+    """Return the path of ``folder``, a file where it ends in ``.gguf``.
+
+    Raises ``ConfigError`` if there is something already, it cannot be made, or ``format`` has no such settings.
+    """
+    target = user_path(folder)
+    is_gguf_file = target.suffix == ".gguf"
+    if format != "gguf" and is_gguf_file:
+        raise ConfigError(
+            f"--format {format} writes a folder, and {str(folder)!r} is the name of a GGUF file; leave the flag out, "
+            "or name a folder with --output"
+        )
+    if format != "gguf" and quantize is not None:
+        raise ConfigError(f"--quantize {quantize} is for GGUF files; name one with --output, e.g. model.gguf")
+    if format == "adapter" and dtype is not None:
+        raise ConfigError(f"--dtype {dtype} is for whole models; adapters are written in float32, as they are trained")
+    if target.exists() and (is_gguf_file or not target.is_dir() or any(target.iterdir())):
+        why = "exists" if is_gguf_file else "exists and is not an empty folder"
+        raise ConfigError(f"{str(folder)!r} {why}; choose another name with --output")
+    # The folder itself may have to be made; what counts is the first one above it that is there.
+    above = next(path for path in target.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        why = "is read-only for you" if above.is_dir() else "is no folder"
+        raise ConfigError(f"{str(folder)!r} cannot be written: {above} {why}; choose another one with --output")
+    return target
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """Yield a path to write to, which becomes ``target`` once all is written, and is removed after an error."""
+    try:
+        with replacing(target) as new:
+            yield new
+            if target.is_file():
+                raise ConfigError(f"{str(target)!r} has appeared meanwhile; choose another name with --output")
+    except Exception as error:
+        if is_full(error):
+            full = "the disk is full; make room, or choose another disk with --output"
+            raise ConfigError(f"{target} was not written: {full}") from error
+        if not isinstance(error, OSError):
+            raise
+        why = error.strerror or error
+        raise ConfigError(f"{str(target)!r} cannot be written: {why}; choose another one with --output") from error
+
+
+@contextmanager
+def _to_generate(model: Any, ends: Sequence[int]) -> Iterator[None]:
+    """Let the settings allow a cache in generation, as before training, and say that answers end at ``ends``, too."""
+    settings, cached = getattr(model, "generation_config", None), model.config.use_cache
+    before = getattr(settings, "eos_token_id", None)
+    known = [] if before is None else [before] if isinstance(before, int) else list(before)
+    model.config.use_cache = True
+    if settings is not None and not set(ends) <= set(known):
+        settings.eos_token_id = list(dict.fromkeys([*known, *ends]))
+    try:
+        yield
+    finally:
+        model.config.use_cache = cached
+        if settings is not None:
+            settings.eos_token_id = before
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights of ``model`` one by one."""
+    for name, parameter in model.named_parameters():
+        cast = parameter.data.to(dtype)
+        if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(parameter).all()):
+            raise ConfigError(f"--dtype float16 cannot hold the values of {name}, which are too large; use bfloat16")
+        parameter.data = cast

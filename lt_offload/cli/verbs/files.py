@@ -9,8 +9,7 @@ import psutil  # type: ignore[import-untyped]
 
 from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output
-from lt_offload.errors import ConfigError
-from lt_offload.resources import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, user_path
 
 
 def ls(*, json: bool = False) -> int:
@@ -57,9 +56,7 @@ def cp(recipe: str, file: str) -> int:
     source, target = recipes.find(recipe), user_path(file)
     if is_dir(target):
         target = target / source.name
-    if is_file(target):
-        raise ConfigError(f"{target} exists already; give another name, or remove it first")
-    check_output(target, "cp")
+    check_output(target, "cp", new=True)
     shutil.copyfile(source, target)
     print(f"{target}  (run it: lt-finetune {target})")
     return 0

@@ -1,13 +1,13 @@
-"""``lt-finetune RECIPE``: training, with a summary at its end."""
+"""``lt-finetune RECIPE``, training with a summary at its end, and ``lt-finetune validate``."""
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 
 from lt_offload.cli.app import App
 from lt_offload.cli.outputs import make_folder
-from lt_offload.cli.preflight import check_early
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import processes
 from lt_offload.finetune.run import summary
@@ -42,13 +42,11 @@ def fit(
             f"--explain: trainer.strategy={type(app.trainer.strategy).__name__} makes no plan; leave the flag out, or "
             "use offmate"
         )
-    path = str(app.resumed) if app.resumed is not None else ckpt_path
-    check_early(app, path, resume=True)
     trainer = app.trainer
     first = processes.is_first()
     if first:
         # A new run only: one that goes on finds its own files there.
-        if app.resumed is None and ((app.run_dir / "metrics.csv").exists() or any(app.run_dir.glob("checkpoints/*"))):
+        if not resume and ((app.run_dir / "metrics.csv").exists() or any(app.run_dir.glob("checkpoints/*"))):
             raise ConfigError(
                 f"trainer.default_root_dir={str(app.run_dir)!r} has a run already, which would be overwritten; go on "
                 f"with it by 'lt-finetune {app.run_dir} --resume', choose another folder, or remove it"
@@ -60,9 +58,9 @@ def fit(
     config = app.run_dir / "config.yaml"
     # Lightning writes the settings before it loads the checkpoint, which
     # may refuse them: then the old ones are the run's.
-    before = config.read_bytes() if first and path is not None and config.is_file() else None
+    before = config.read_bytes() if first and ckpt_path is not None and config.is_file() else None
     try:
-        trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
+        trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True)
     except BaseException as error:
         processes.end_others(trainer)
         clear()
@@ -102,3 +100,23 @@ def fit(
         clear()
         summary.print_summary(app.summary, trainer, report)
     return 0 if app.summary.broken is None else 3
+
+
+def validate(app: App, *, ckpt_path: str | None = None) -> int:
+    """Compute the loss on held-out data, streaming the weights.
+
+    Args:
+        app: the settings.
+        ckpt_path: checkpoint to evaluate; if not given, the newest one of a run folder, else the pretrained model.
+    """
+    status("reading data, loading the model")
+    # Lightning returns no list of results at all where there is nothing to validate on.
+    [metrics] = app.trainer.validate(
+        app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True, verbose=False
+    ) or [{}]
+    clear()
+    if "val_loss" not in metrics:
+        raise ConfigError("there is nothing to validate on; set data.validation_path, or data.validation_share above 0")
+    if processes.is_first():
+        print(f"val_loss {metrics['val_loss']:.6f}  (perplexity {math.exp(min(metrics['val_loss'], 700.0)):.4g})")
+    return 0

@@ -31,14 +31,12 @@ class RunClock:
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("start", "steps", "between", "validation", "samples", "checkpoints"), 0.0)
         self.steps = array("d")
-        """Seconds within each step, of all its micro-batches."""
-        self.between = array("d")
-        """Seconds before each step since the one before, validation, samples and checkpoints not counted."""
+        """Seconds of each step, and before it since the one before, without validation, samples and checkpoints."""
         self.waited = array("d")
         """Seconds of each step, and before it, of waiting for other processes; where there is an engine."""
         self._mark = time.perf_counter()
         self._phase = "start"
-        self._step = self._gap = 0.0
+        self._step = 0.0
 
     def enter(self, phase: str) -> str:
         """End the present phase, begin ``phase``, and return the one that has ended; ``ended`` counts no more."""
@@ -46,18 +44,15 @@ class RunClock:
         spent, self._mark = now - self._mark, now
         if self._phase in self.seconds:
             self.seconds[self._phase] += spent
-        if self._phase == "steps":
+        if self._phase in ("steps", "between"):
             self._step += spent
-        elif self._phase == "between":
-            self._gap += spent
         before, self._phase = self._phase, phase
         return before
 
     def end_step(self) -> None:
         """Note the step that has just ended; micro-batches before the last one of a step are no steps."""
         self.steps.append(self._step)
-        self.between.append(self._gap)
-        self._step = self._gap = 0.0
+        self._step = 0.0
 
     @property
     def training(self) -> float:

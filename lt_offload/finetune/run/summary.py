@@ -1,4 +1,4 @@
-"""A summary of a fine-tuning run, kept while it trains and written at its end, also after an error.
+"""A summary of a fine-tuning run, kept while it trains and written at its end, also after an error; samples meanwhile.
 
 Works with any strategy; one that has a plan, a profile and a trace is compared with its plan.
 """
@@ -11,10 +11,9 @@ import os
 import platform
 import resource
 import socket
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
@@ -23,22 +22,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lt_offload import __version__
 from lt_offload.errors import named
 from lt_offload.finetune.processes import several
 from lt_offload.finetune.run.metrics import RunClock, RunMetrics
-from lt_offload.finetune.run.samples import Samples, is_whole
+from lt_offload.finetune.terminal import status
 from lt_offload.profiling.hardware import total_host_bytes
 from lt_offload.report.compare import described
-from lt_offload.report.runs import ENVIRONMENT, ProcessTimes, RunPart, read_run, told, write_part
+from lt_offload.report.runs import (
+    ENVIRONMENT,
+    SAMPLES,
+    ProcessTimes,
+    RunPart,
+    RunSample,
+    read_run,
+    told,
+    without_later,
+    write_part,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from lt_offload.plan.what_if import Gain
     from lt_offload.schema.plan import Plan
     from lt_offload.schema.profile import Profile
 
+TOKENS = 24
+"""Tokens of a sample during training; each takes one pass of the model, in which streamed weights travel once."""
+TOKENS_AT_END = 64
 _PATIENCE = 0.1
 """The part of the time of training that planning for other machines may take for the report ..."""
 _MOST_PATIENCE = 40.0
@@ -52,13 +66,19 @@ _OF_ENDS = ("held-out loss, first", "held-out loss, last")
 
 
 class RunSummary(Callback):
-    """A callback that collects the summary of a run, and writes it and the environment into ``folder``, if any."""
+    """A callback that collects the summary of a run, and writes it, samples and environment into ``folder``, if any.
+
+    Samples are continuations of the data module's ``sample_prompt``, one or several, at each validation and at the end.
+    The most likely token is taken each time. Nothing about training changes: random states and the modes of modules are
+    put back. All processes take part, and the first one writes.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self.clock = RunClock()
         self.metrics = RunMetrics(self.clock)
-        self.samples = Samples(self.clock, folder)
+        self.samples: list[RunSample] = []
+        """Samples of this part of the run."""
         self.losses: list[tuple[int, float]] = []
         """(step, validation loss) of every complete evaluation; step 0 is before training."""
         self.first_step: int | None = None
@@ -69,20 +89,42 @@ class RunSummary(Callback):
     @property
     def callbacks(self) -> list[Callback]:
         """All callbacks of a run; samples are written before the metrics see the end of a validation."""
-        return [self.samples, self.metrics, self]
+        return [self, self.metrics]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read every prompt, so that one that cannot be used is an error before training."""
+        data: Any = getattr(trainer, "datamodule", None)
+        for prompt in prompts(data):
+            data.prompt(prompt)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the first step, and write the environment."""
+        """Note the first step, write the environment, and forget samples of steps that a resumed run takes again."""
         self.first_step = trainer.global_step
         if self.folder is not None and trainer.is_global_zero:
-            write_environment(self.folder)
+            text = json.dumps(environment(), indent=2)
+            (self.folder / ENVIRONMENT).write_text(text + "\n", encoding="utf-8")
+            if trainer.global_step and (self.folder / SAMPLES).exists():
+                without_later(self.folder / SAMPLES, trainer.global_step)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the loss, and write samples; before training only if the sanity check saw every batch."""
+        if trainer.sanity_checking and trainer.num_sanity_val_steps != math.inf:
+            return
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is not None:
+            self.losses.append((trainer.global_step, float(loss)))
+            if trainer.sanity_checking:
+                rank_zero_info(f"held-out loss before training: {float(loss):.4f}")
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._write_samples(trainer, pl_module, TOKENS)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather times and waiting of all processes."""
+        """Write longer samples while the engine still streams the weights; gather times of all processes."""
+        self._write_samples(trainer, pl_module, TOKENS_AT_END)
         ranks, waited = getattr(trainer.strategy, "ranks", None), self.clock.waited
         if ranks is None or not waited:
             return
-        steps = [step + before for step, before in zip(self.clock.steps, self.clock.between, strict=True)]
+        steps = self.clock.steps
         # The first step has what comes once before it.
         own = (socket.gethostname(), median(steps[1:] or steps), median(waited[1:] or waited))
         self.processes = [
@@ -90,14 +132,36 @@ class RunSummary(Callback):
             for rank, (host, step, waits) in enumerate(ranks.gather(own))
         ]
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the loss; a sanity check counts if it saw every batch."""
-        loss = trainer.callback_metrics.get("val_loss")
-        if loss is None or not is_whole(trainer):
+    def _write_samples(self, trainer: Trainer, pl_module: LightningModule, tokens: int) -> None:
+        data: Any = getattr(trainer, "datamodule", None)
+        wanted, step = prompts(data), trainer.global_step
+        if not wanted:
             return
-        self.losses.append((trainer.global_step, float(loss)))
-        if trainer.sanity_checking:
-            rank_zero_info(f"held-out loss before training: {float(loss):.4f}")
+        before = self.clock.enter("samples")
+        if trainer.is_global_zero:
+            status("writing a sample" if len(wanted) == 1 else f"writing {len(wanted)} samples")
+        # Modes are put back one by one: train() on the whole would wake up dropout in
+        # what a user keeps in evaluation mode.
+        modes = [(module, module.training) for module in pl_module.modules()]
+        pl_module.eval()
+        try:
+            with isolate_rng(), torch.no_grad():
+                batches = [trainer.strategy.batch_to_device(data.prompt(one, max_new_tokens=tokens)) for one in wanted]
+                answers: list[Any] = [trainer.strategy.predict_step(batch, 0) for batch in batches]
+                texts = [str(data.tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers]
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self.clock.enter(before)
+        loss = self.losses[-1][1] if self.losses and self.losses[-1][0] == step else None
+        made = [
+            RunSample(step=step, val_loss=loss, prompt=prompt, text=text)
+            for prompt, text in zip(wanted, texts, strict=True)
+        ]
+        self.samples = [sample for sample in self.samples if sample.step != step] + made
+        if self.folder is not None and trainer.is_global_zero:
+            with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in made)
 
     def end(self, trainer: Trainer, error: BaseException | None = None) -> Path | None:
         """Write the end of this part of the run, and the report; return the report's path.
@@ -134,7 +198,7 @@ class RunSummary(Callback):
             seconds={name: round(seconds, 6) for name, seconds in self.clock.seconds.items()},
             device_peak_bytes=metrics.peaks.get("device_peak_bytes"),
             host_peak_bytes=metrics.peaks.get("host_peak_bytes"),
-            process_peak_bytes=process_peak(),
+            process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             tokens=metrics.tokens,
             trained_tokens=metrics.trained,
             loss_before=self.losses[0][1] if self.losses and self.losses[0][0] == 0 else None,
@@ -172,10 +236,10 @@ class RunSummary(Callback):
         return None if not self.losses or math.isfinite(self.losses[-1][1]) else "not finite on held-out data"
 
 
-def process_peak() -> int:
-    """Return the most RAM that this process ever had."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def prompts(data: Any) -> list[str]:
+    """Return the sample prompts of a data module, none if it has none."""
+    setting = getattr(data, "sample_prompt", None)
+    return [setting] if isinstance(setting, str) else list(setting or ())
 
 
 def write_report(folder: Path, gains: Sequence[Gain] = ()) -> Path:
@@ -220,7 +284,7 @@ def print_summary(summary: RunSummary, trainer: Trainer, report: Path | None) ->
 
 def _written(summary: RunSummary, trainer: Trainer, report: Path | None) -> Iterator[tuple[str, str]]:
     """Yield the last samples, the paths of files, and a command to go on with."""
-    for sample in summary.samples.written:
+    for sample in summary.samples:
         if sample.step == trainer.global_step:
             text = " ".join(f"{sample.prompt}{sample.text}".split())
             lines = textwrap.wrap(text, _WIDTH - _LABEL - 2, max_lines=3, placeholder=" ...") or [""]
@@ -269,11 +333,6 @@ def environment() -> dict[str, object]:
     facts["threads"] = torch.get_num_threads()
     facts["ram_bytes"] = total_host_bytes()
     return facts
-
-
-def write_environment(folder: Path) -> None:
-    """Write :func:`environment` into a run folder."""
-    (folder / ENVIRONMENT).write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
 
 
 def _processor() -> str:

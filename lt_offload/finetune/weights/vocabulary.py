@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.hub import without_advice
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> PreTrainedTokenizerBase:
-    """Return ``tokenizer`` with ``tokens``, none of them empty or doubled, in this order behind its own."""
-    check_tokens(tokens)
-    tokenizer.add_tokens(list(tokens))
-    return tokenizer
+    pass
 
 
 def check_tokens(tokens: Sequence[str]) -> None:
@@ -45,21 +36,17 @@ def check_rows(rows: int, tokens: int, *, added: int, tokenizer: str) -> None:
         )
 
 
-def resize(model: Any, tokens: int) -> bool:
-    """Let ``model`` have at least ``tokens`` embeddings, and as many logits; return whether it had fewer.
+def resize(model: Any, tokens: int) -> None:
+    """Let ``model`` have at least ``tokens`` embeddings, and as many logits.
 
     New rows are drawn around the mean of the others, as transformers does it.
     """
-    before: int = model.get_input_embeddings().weight.shape[0]
-    if tokens <= before:
-        return False
-    embeddings: nn.Module = model.get_input_embeddings()
-    on_meta = any(parameter.is_meta for parameter in embeddings.parameters())
-    with without_advice():
-        # On meta there are no numbers of which a mean could be taken.
-        model.resize_token_embeddings(tokens, mean_resizing=not on_meta)
-    model._lt_offload_grown = True
-    return True
+    weight = model.get_input_embeddings().weight
+    if tokens > weight.shape[0]:
+        with without_advice():
+            # On meta there are no numbers of which a mean could be taken.
+            model.resize_token_embeddings(tokens, mean_resizing=not weight.is_meta)
+        model._lt_offload_grown = True
 
 
 def has_grown(model: Any) -> bool:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_offload.finetune.optimizers import make_optimizer
 from tests.parity.finetune.processes import CASES, STEPS, fit, module, result
 from tests.support import tiny
 
@@ -89,8 +88,8 @@ def test_accumulating_in_both_gives_each_update_the_batches_of_one_process(folde
     assert len(batches) == 16
     model = module(folder).build()
     groups: list[list[Any]] = [[p for p in model.parameters() if (p.ndim > 1) is many] for many in (True, False)]
-    optimizer = make_optimizer(
-        "adamw", [{"params": group, "weight_decay": 0.0} for group in groups], lr=1e-2, betas=(0.9, 0.999)
+    optimizer = torch.optim.AdamW(
+        [{"params": group, "weight_decay": 0.0} for group in groups], lr=1e-2, betas=(0.9, 0.999), fused=True
     )
     for begin in range(0, len(batches), 4):
         update = batches[begin : begin + 4]

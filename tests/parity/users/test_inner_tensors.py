@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 import lt_offload
 from lt_offload.errors import UnsupportedError
-from lt_offload.finetune.generation import _name_of_cache
 from tests.support import models
 from tests.support.engines import differences
 from tests.support.user_nets import (
@@ -157,7 +157,8 @@ def test_router_logits_and_collected_outputs_are_refused() -> None:
         lt_offload.profile(model, models.batch(model), optimizer=adamw(model))
     model = models.build()
     given: list[dict[str, Any]] = [{"use_cache": True}, {"output_attentions": True}]
-    given.append({_name_of_cache(model): transformers.DynamicCache(config=model.config), "use_cache": False})
+    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    given.append({cache: transformers.DynamicCache(config=model.config), "use_cache": False})
     for arguments in given:
         batch = models.batch(model) | arguments
         with pytest.raises(UnsupportedError, match="past_key_values|cache=|attentions"):

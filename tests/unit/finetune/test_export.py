@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from lt_offload.cli.verbs.export import write as export
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.adapters import LoraArgs, add_lora
-from lt_offload.finetune.export import export
 from lt_offload.finetune.module import FineTune
 from tests.support import tiny
 

@@ -80,14 +80,15 @@ def test_a_missing_compiler_is_an_error(folder: str, monkeypatch: pytest.MonkeyP
 def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    model = models.build("llama")
     with pytest.raises(ConfigError, match="needs the package triton"):
-        kernels.check_compiler()
+        kernels.compile_layers(model)
     monkeypatch.setattr(kernels, "find_spec", lambda name: object())
     monkeypatch.setattr(shutil, "which", lambda name: None if name != "clang" else "/usr/bin/clang")
-    kernels.check_compiler()
+    kernels.compile_layers(model)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="a C compiler, as gcc"):
-        kernels.check_compiler()
+        kernels.compile_layers(model)
 
 
 LIGER: dict[str, tuple[dict[str, Any], str]] = {
@@ -116,11 +117,11 @@ def test_layers_on_the_cpu_of_a_machine_with_a_gpu_have_no_kernels(monkeypatch: 
 
 def test_models_without_kernels_are_an_error() -> None:
     with pytest.raises(ConfigError, match="nothing for models of type 'bloom', but for gemma, "):
-        kernels.plan_liger(models.build("bloom"))
+        kernels.use_functions(models.build("bloom"), kernels.PLANNED)
     model = models.build("llama")
     model.config.hidden_act = "relu"
     with pytest.raises(ConfigError, match="no gated relu, but silu, swish, gelu_pytorch_tanh"):
-        kernels.plan_liger(model)
+        kernels.use_functions(model, kernels.PLANNED)
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_kernels_that_are_planned_save_what_those_that_run_save(family: str) -> 
     )
 
     def prepare(made: torch.nn.Module) -> torch.nn.Module:
-        kernels.plan_liger(made)
+        kernels.use_functions(made, kernels.PLANNED)
         return made
 
     sizes: dict[str, Any] = {"batch_size": 2, "sequence_length": 12, "hardware": machine}

@@ -301,11 +301,11 @@ def write_gguf(path: Path, layers: int = 1) -> None:
 
 def test_gguf_is_converted_once(package: Callable[[], Path], capsys: pytest.CaptureFixture[str]) -> None:
     source = package()
-    folder = stored.converted_smollm2()
+    folder = Path(load.locate(load.SMOLLM2))
     assert "Converting" in capsys.readouterr().out
     assert sorted(p.name for p in folder.parent.iterdir()) == [folder.name], "no scratch folder is left"
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert stored.converted_smollm2() == folder
+    assert load.locate(load.SMOLLM2) == str(folder)
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert capsys.readouterr().out == ""
 
@@ -327,7 +327,7 @@ def test_a_conversion_that_fails_leaves_nothing(
     package()
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", _no_space)
     with pytest.raises(OSError, match="no space"):
-        stored.converted_smollm2()
+        load.locate(load.SMOLLM2)
     assert list((tmp_path / "cache" / "lt_offload" / "models").iterdir()) == []
 
 

@@ -14,7 +14,6 @@ from lt_offload.finetune import load
 from lt_offload.finetune.adapters import LoraArgs, add_lora
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune, lr_factor
-from lt_offload.finetune.optimizers import make_optimizer
 from tests.support import models
 from tests.unit.finetune.conftest import data, trainer
 
@@ -76,7 +75,8 @@ def test_matrices_decay_and_vectors_do_not(folder: str, text: str) -> None:
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adafactor"])
 def test_optimizers(name: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(4, 4))
-    optimizer = make_optimizer(name, [{"params": [weight], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.99))
+    settings = {"betas": (0.9, 0.99)} if name.startswith("adam") else {}
+    optimizer = FineTune("a/b", optimizer=name, lr=0.1, **settings).make_optimizer([{"params": [weight]}])
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert type(optimizer).__name__.lower() == name

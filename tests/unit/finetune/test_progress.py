@@ -15,8 +15,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.progress import ProgressLine, fitted
-from lt_offload.finetune.run.metrics import RunClock
-from lt_offload.finetune.run.samples import Samples
+from lt_offload.finetune.run.summary import RunSummary
 from lt_offload.finetune.terminal import TERMINAL
 from tests.support import tiny
 
@@ -59,10 +58,9 @@ def run(
     line.clock = lambda: next(clock)
     written = io.StringIO()
     TERMINAL.stream = Console(file=written, force_terminal=terminal, width=width, legacy_windows=False)
-    samples = Samples(RunClock(), None)
     strategy = OffmateStrategy(memory="2MB", solver_time_limit=1.0) if planned else "auto"
     fitting = Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=4, max_epochs=-1, callbacks=[samples, line],
+        accelerator="cpu", devices=1, strategy=strategy, max_steps=4, max_epochs=-1, callbacks=[RunSummary(), line],
         logger=False, enable_checkpointing=False, enable_model_summary=False, num_sanity_val_steps=-1,
         limit_val_batches=2, val_check_interval=validated, check_val_every_n_epoch=None, limit_train_batches=epoch,
         log_every_n_steps=every,

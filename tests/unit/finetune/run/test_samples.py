@@ -14,8 +14,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.module import FineTune
-from lt_offload.finetune.run.metrics import RunClock
-from lt_offload.finetune.run.samples import TOKENS, TOKENS_AT_END, Samples
+from lt_offload.finetune.run.summary import TOKENS, TOKENS_AT_END, RunSummary
 from tests.unit.finetune.conftest import data, trainer
 
 EVERY_SECOND = {"val_check_interval": 2, "check_val_every_n_epoch": None}
@@ -28,11 +27,11 @@ def test_training_is_bit_for_bit_the_same_with_and_without(strategy: str, folder
     for prompt in (None, ["the quick", "a dog"]):
         module = FineTune(folder, lr=1e-2, dropout=0.2)
         chosen = OffmateStrategy(memory="2MB") if strategy == "offmate" else "auto"
-        samples = Samples(RunClock())
-        trainer(4, samples, strategy=chosen, **EVERY_SECOND).fit(
+        summary = RunSummary()
+        trainer(4, summary, strategy=chosen, **EVERY_SECOND).fit(
             module, datamodule=data(folder, text, sample_prompt=prompt)
         )
-        assert [sample.step for sample in samples.written] == ([] if prompt is None else [2, 2, 4, 4])
+        assert [sample.step for sample in summary.samples] == ([] if prompt is None else [2, 2, 4, 4])
         ends.append((module.state_dict(), torch.get_rng_state(), module.training))
     (first, state, mode), (second, other, other_mode) = ends
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
@@ -52,9 +51,9 @@ class Modes(Callback):
 
 
 def test_what_is_written(folder: str, text: str, tmp_path: Path) -> None:
-    samples, clock = Samples(clock := RunClock(), tmp_path), clock
+    summary = RunSummary(tmp_path)
     module, source = FineTune(folder, lr=1e-2), data(folder, text, sample_prompt="the quick")
-    run = trainer(4, samples, Modes(), num_sanity_val_steps=-1, **EVERY_SECOND)
+    run = trainer(4, summary, Modes(), num_sanity_val_steps=-1, **EVERY_SECOND)
     run.fit(module, datamodule=source)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2, 4, 4]
@@ -64,21 +63,21 @@ def test_what_is_written(folder: str, text: str, tmp_path: Path) -> None:
     for line, tokens in zip(lines[-2:], (TOKENS, TOKENS_AT_END), strict=True):
         expected = continuation(module.model, ids, max_new_tokens=tokens, end=end)
         assert line["text"] == source.tokenizer.decode(expected)
-    assert clock.seconds["samples"] > 0
+    assert summary.clock.seconds["samples"] > 0
 
 
 def test_validating_alone_and_a_short_sanity_check_write_none(folder: str, text: str) -> None:
-    samples = Samples(RunClock())
+    summary = RunSummary()
     source = data(folder, text, sample_prompt="the quick")
-    run = trainer(1, samples, num_sanity_val_steps=1)
+    run = trainer(1, summary, num_sanity_val_steps=1)
     run.validate(FineTune(folder), datamodule=source, verbose=False)
-    assert samples.written == []
+    assert summary.samples == []
     run.fit(FineTune(folder), datamodule=source)
-    assert {sample.step for sample in samples.written} == {1}
+    assert {sample.step for sample in summary.samples} == {1}
 
 
 def test_a_prompt_that_cannot_be_used_is_an_error_before_training(folder: str, text: str) -> None:
     module = FineTune(folder)
     with pytest.raises(ConfigError, match="prompt is empty"):
-        trainer(1, Samples(RunClock())).fit(module, datamodule=data(folder, text, sample_prompt=["the quick", ""]))
+        trainer(1, RunSummary()).fit(module, datamodule=data(folder, text, sample_prompt=["the quick", ""]))
     assert module.trainer.global_step == 0

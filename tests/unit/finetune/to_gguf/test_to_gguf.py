@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from lt_offload.cli.verbs.export import write as export
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.export import export
 from lt_offload.finetune.weights.gguf import FAMILIES
 from tests.unit.finetune.to_gguf import tokenizers
 
