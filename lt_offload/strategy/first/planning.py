@@ -32,7 +32,8 @@ from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.optimizers import with_more
 from lt_offload.model.parts import check_micro_batches
 from lt_offload.plan import Settings, make_plan
-from lt_offload.plan.orders import choose_parts, compared
+from lt_offload.plan.batch.choose import choose_parts
+from lt_offload.plan.orders import compared
 from lt_offload.profiling.hardware import free_memory
 from lt_offload.schema.explain import brief
 from lt_offload.schema.files import from_json

@@ -14,7 +14,7 @@ from lt_offload import OffmateStrategy, micro_batched_reference
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.model import head
-from lt_offload.plan.orders import PartsChoice
+from lt_offload.plan import BatchChoice
 from lt_offload.profiling.step.first import FirstStep
 from lt_offload.schema.plan import Plan
 from tests.parity.engine.test_head import CHUNK, use_reference
@@ -90,12 +90,12 @@ class Half(Module):
 
 
 def test_a_number_that_is_chosen_by_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def two(measure: Any, settings: Any) -> PartsChoice:
+    def two(measure: Any, settings: Any) -> BatchChoice:
         from lt_offload.plan import make_plan
 
         measure(1)
         profile = measure(2)
-        return PartsChoice(profile=profile, plan=make_plan(profile, settings))
+        return BatchChoice(profile=profile, plan=make_plan(profile, settings), curve=(), why="")
 
     monkeypatch.setattr("lt_offload.strategy.first.planning.choose_parts", two)
     plain = fit("auto", made(Half), max_epochs=1)

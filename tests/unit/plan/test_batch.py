@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan import Settings, choose_batch, solve
-from lt_offload.plan.batch.profiles import scaled
+from lt_offload.plan import Choices, Settings, choose_batch, solve
+from lt_offload.plan.batch.profiles import in_parts, scaled
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.schema.plan import Plan
@@ -22,12 +22,12 @@ CONFIG = OffmateConfig(budget_bytes=int(10 * GB), host_budget_bytes=int(128 * GB
 """Figure 4's setting: everything that depends on the batch is proportional to it."""
 
 
-def affine(blocks: int = 8, *, once: float = 2.0, each: float = 4.0) -> Callable[[int], Profile]:
+def affine(blocks: int = 8, *, once: float = 2.0, each: float = 4.0) -> Callable[..., Profile]:
     """Profiles whose computations take ``once + each * batch_size`` seconds and whose activations are proportional."""
 
-    def at(size: int) -> Profile:
-        profile = scaled(small_profile(blocks), size)
-        seconds = once + each * size
+    def at(size: int, parts: int = 1) -> Profile:
+        profile = in_parts(scaled(small_profile(blocks), size), parts)
+        seconds = once * parts + each * size
         changed = tuple(
             replace(
                 block,
@@ -89,31 +89,31 @@ def throughput(plan: Plan) -> float:
 
 
 def test_sizes_that_the_planner_does_not_apply_to_are_not_chosen() -> None:
-    decision = choose_batch(affine(3), Settings(memory=16_000, planner="pofo"), most=64)
+    decision = choose_batch(affine(3, once=40.0), Settings(memory=16_000, planner="pofo"), Choices(accumulate=1))
     refused = [point.batch_size for point in decision.curve if "does not apply" in point.reason]
     assert (decision.plan.planner, decision.batch_size < min(refused)) == ("pofo", True)
     assert f"{min(refused)} does not fit in 16 kB" in decision.why
     with pytest.raises(UnsupportedError, match="planner='pofo' does not apply"):
-        choose_batch(affine(3), Settings(memory=4_000, planner="pofo"), most=2)
+        choose_batch(affine(3), Settings(memory=4_000, planner="pofo"), Choices(most=2, accumulate=1))
 
 
 @pytest.mark.parametrize(("budget", "once", "each"), [(5_000, 2.0, 4.0), (7_000, 0.0, 5.0), (15_000, 4.0, 1.0)])
 def test_it_is_the_best_of_all_sizes(budget: int, once: float, each: float) -> None:
     at = affine(3, once=once, each=each)
-    decision = choose_batch(at, Settings(memory=budget), most=9)
+    decision = choose_batch(at, Settings(memory=budget), Choices(most=9, accumulate=1))
     found = []
     for size in range(1, 10):
         try:
             found.append(throughput(solve(at(size), memory=budget)))
         except InfeasibleError:
             break
-    assert throughput(decision.plan) >= 0.99 * max(found)
+    assert throughput(decision.plan) >= 0.97 * max(found)
     assert decision.profile == at(decision.batch_size)
     assert decision.plan.fingerprint == decision.profile.fingerprint
 
 
 def test_it_shows_the_curve_and_says_why() -> None:
-    decision = choose_batch(affine(4), Settings(memory=8_000), most=40)
+    decision = choose_batch(affine(4), Settings(memory=8_000), Choices(most=40, accumulate=1))
     sizes = [point.batch_size for point in decision.curve]
     assert sizes == sorted(set(sizes))
     assert 1 in sizes
@@ -132,7 +132,7 @@ def test_it_shows_the_curve_and_says_why() -> None:
 
 
 def test_of_equal_throughput_the_smallest_batch_is_taken() -> None:
-    decision = choose_batch(affine(3, once=0.0), Settings(memory=10**7), most=200)
+    decision = choose_batch(affine(3, once=0.0), Settings(memory=10**7), Choices(most=200, accumulate=1))
     assert decision.batch_size < 100, "200 would be faster by a fraction of a percent"
 
 
@@ -140,13 +140,13 @@ def test_sizes_that_cannot_be_profiled_do_not_fit() -> None:
     at = affine(4, once=20.0)
     asked = []
 
-    def limited(size: int) -> Profile:
+    def limited(size: int, parts: int) -> Profile:
         asked.append(size)
         if size > 5:
             raise InfeasibleError(f"batch_size={size} is too much")
         return at(size)
 
-    decision = choose_batch(limited, Settings(memory=10**6), most=64)
+    decision = choose_batch(limited, Settings(memory=10**6), Choices(most=64, accumulate=1))
     assert decision.batch_size == 5
     assert len(asked) == len(set(asked)), "nothing is profiled twice"
     (point,) = [point for point in decision.curve if point.batch_size == 6]
@@ -159,7 +159,7 @@ def test_nothing_fits() -> None:
     with pytest.raises(InfeasibleError, match="batch_size=1"):
         choose_batch(affine(), Settings(memory=1_000))
 
-    def nothing(size: int) -> Profile:
+    def nothing(size: int, parts: int) -> Profile:
         raise InfeasibleError(f"not even {size}")
 
     with pytest.raises(InfeasibleError, match="not even 1"):
@@ -167,22 +167,22 @@ def test_nothing_fits() -> None:
 
 
 def test_only_some_sizes() -> None:
-    assert choose_batch(affine(), Settings(memory=10**6), most=1).batch_size == 1
+    assert choose_batch(affine(), Settings(memory=10**6), Choices(most=1, accumulate=1)).batch_size == 1
     with pytest.raises(ConfigError, match="no batch size to choose from"):
-        choose_batch(affine(), Settings(memory=10**6), most=0)
+        choose_batch(affine(), Settings(memory=10**6), Choices(most=0, accumulate=1))
 
 
 @pytest.mark.parametrize("limit", [20, 100, 300])
 def test_few_sizes_are_tried_of_which_a_step_does_not_fit(limit: int) -> None:
     asked, at = [], affine()
 
-    def tried(size: int) -> Profile:
+    def tried(size: int, parts: int) -> Profile:
         asked.append(size)
         if size >= limit:
             raise InfeasibleError(f"batch {size} does not fit")
         return at(size)
 
-    found = choose_batch(tried, Settings(memory=100_000), most=1000)
+    found = choose_batch(tried, Settings(memory=100_000), Choices(most=1000, accumulate=1))
     assert found.batch_size < limit
     assert len(asked) <= 18, asked
 
