@@ -24,7 +24,7 @@ from scripts.common import arguments, save
 from scripts.planning import Stopwatch, gap
 
 MODEL, CARD, MEMORY, RAM, LENGTH = "llama3-8b", "h200", "12GB", "120GB", 512
-RATES = {"h2d_bytes_per_s": 51.6e9, "d2h_bytes_per_s": 49.9e9, "host_memory_bytes_per_s": 145.3e9}
+RATES: dict[str, Any] = {"h2d_bytes_per_s": 51.6e9, "d2h_bytes_per_s": 49.9e9, "host_memory_bytes_per_s": 145.3e9}
 UPDATE, TRAFFIC = 11.17e9, 7
 """Bytes of bf16 weights that the host updates per second, and bytes that each of them reads and writes in its RAM."""
 SMALL = 4

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
@@ -27,10 +28,11 @@ from lt_offload.execute.engine import Engine
 from lt_offload.execute.installed import install
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.updates.window import CarriedWindow
+from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.model.batch import Size
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.optimizers import with_more
-from lt_offload.model.parts import check_micro_batches
+from lt_offload.model.parts import check_micro_batches, extent
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.batch.choose import choose_parts
 from lt_offload.plan.orders import compared
@@ -48,6 +50,8 @@ from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.processes import Processes
 from lt_offload.units import Budget, format_bytes
 
+_OF_LOGIT = 16
+"""Bytes that a model's own loss takes for a logit: logits, in fp32, too, their logarithms, and gradients of both."""
 Measure = Callable[..., Profile]
 """A function of the parts of a batch, and perhaps of an optimizer other than the training's, that returns a profile."""
 _BUSY = 0.1
@@ -62,6 +66,17 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
     """
     check_micro_batches(options["micro_batches"], auto=True)
     return Settings.among({**options, "host_memory": Budget.of(options["host_memory"], setting="host_memory")})
+
+
+def logits_fit(structure: Structure, tokens: int, budget: int) -> bool:
+    """Return whether the last block and the model's own loss of so many ``tokens`` may take less than ``budget`` bytes.
+
+    Plans compute the two together in a fraction of that, so that it says nothing about them.
+    """
+    weight = getattr(structure.blocks[-1].module, "weight", None)
+    if not isinstance(weight, Tensor):
+        return True
+    return bool(_OF_LOGIT * tokens * len(weight) + 2 * weight.nbytes < budget)
 
 
 class Planning(Processes):
@@ -286,26 +301,36 @@ class Planning(Processes):
 
     def _watch(self) -> FirstIteration:
         """Be ready for a step without a plan, whose hooks before it have all been called by now."""
+        assert self._first is not None
+        tokens = prod(extent(self._first[0]))
         known, budget = self._ready()
+        structure = self._structure()
+        parts, loss = self._order_of_sums(structure, tokens, budget)
         self._watched = FirstIteration(
             self.root_device,
             self.settings,
             self._module,
-            self._structure(),
+            structure,
             self._optimizer,
             known,
             partial(self._plan_watched, known),
-            order=self._order_of_sums(),
+            parts=parts,
+            loss=loss,
             budget=budget,
             say=self.say,
         )
         return self._watched
 
-    def _order_of_sums(self) -> tuple[int, int | None]:
+    def _order_of_sums(self, structure: Structure, tokens: int, budget: int) -> tuple[int, LossInBlock | None]:
         """Return the order of sums in a step without a plan: that of the run's plan, as far as it is known.
 
-        That is: the parts of the batch, which go through each block in turn, and the tokens that the output projection
-        and the loss take at a time, 0: as many as suit; None: the model's own loss takes all of them.
+        That is: the parts of the batch, which go through each block in turn, and what computes the output projection
+        and the loss together; None: the model's own loss takes all logits.
+
+        Args:
+            structure: candidates for the model's blocks.
+            tokens: of the batch.
+            budget: bytes of the device.
         """
         before, plan = self.run_before, self._carried.plan if self._carried is not None else None
         if self.plan_path is not None:
@@ -315,10 +340,12 @@ class Planning(Processes):
                 plan = from_json(Plan, before.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA)
         # Where the number of parts is yet to be chosen, the step has one.
         parts = plan.parts if plan is not None else before.micro_batches or 1
-        chunk = 0 if self.settings.chunked_loss else None
+        loss = LossInBlock.early(structure, None) if self.settings.chunked_loss else None
         if plan is not None and plan.chunk_tokens:
-            chunk = plan.chunk_tokens
-        return parts if self.micro_batches == "auto" else self.micro_batches, chunk
+            loss = LossInBlock.early(structure, plan.chunk_tokens)
+        elif loss is None and self.root_device.type == "cuda" and not logits_fit(structure, tokens, budget):
+            loss = LossInBlock.early(structure, 0)  # the same numbers in less memory
+        return parts if self.micro_batches == "auto" else self.micro_batches, loss
 
     def _plan_watched(self, known: Profile | None, first: FirstIteration) -> Passes:
         """Plan for the step whose backward has come to the first block, and let the plan's engine go on with that."""

@@ -43,7 +43,8 @@ class FirstIteration:
         optimizer: its optimizer.
         known: an earlier profile, for the machine and the cost of updates.
         plan: is called when the backward comes to the first block; installs the plan's engine and returns its passes.
-        order: of sums: the parts of the batch, and the tokens that the loss takes at a time, None: all of them.
+        parts: of the batch, which go through each block in turn.
+        loss: computes the last block together with the loss; None: the model does.
         budget: bytes of the device.
         say: is told what is being measured.
     """
@@ -58,13 +59,13 @@ class FirstIteration:
         known: Profile | None,
         plan: Callable[[FirstIteration], Passes],
         *,
-        order: tuple[int, int | None],
+        parts: int,
+        loss: LossInBlock | None,
         budget: int,
         say: Callable[[str], None],
     ) -> None:
         self._module, self._root_device = module, root_device
         machine = measure_machine(module, optimizer, root_device, say=say, **replay.as_measured(known, optimizer))
-        parts, chunk = order
         self.step = FirstStep(
             module,
             structure,
@@ -72,7 +73,7 @@ class FirstIteration:
             root_device,
             machine,
             parts=parts,
-            loss=None if chunk is None else LossInBlock.in_chunks(structure, chunk),
+            loss=loss,
             say=say,
         )
         move_rest(module, structure, root_device)

@@ -13,10 +13,12 @@ from torch import Tensor
 from lt_offload import OffmateStrategy, micro_batched_reference
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.run import BlockRun
+from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.model import head
 from lt_offload.plan import BatchChoice
 from lt_offload.profiling.step.first import FirstStep
 from lt_offload.schema.plan import Plan
+from lt_offload.strategy.first.planning import Planning
 from tests.parity.engine.test_head import CHUNK, use_reference
 from tests.support.trainers import Module, Run, differences, fit, tight
 
@@ -101,6 +103,16 @@ def test_a_number_that_is_chosen_by_the_first_step(monkeypatch: pytest.MonkeyPat
     plain = fit("auto", made(Half), max_epochs=1)
     run, plan = trained(Half, micro_batches="auto")
     assert plan.parts == 2
+    assert differences(plain, run) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_whose_logits_do_not_all_fit_beside_their_logarithms(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU of little memory the first step computes the loss as plans do, with the same numbers."""
+    plain = fit("auto", made(), **window_of(way))
+    monkeypatch.setattr(Planning, "_order_of_sums", lambda self, structure, *_: (1, LossInBlock.early(structure, 0)))
+    run, plan = trained(way=way)
+    assert plan.options[-1] == "fused"
     assert differences(plain, run) == []
 
 
