@@ -29,7 +29,7 @@ UPDATE, TRAFFIC = 11.17e9, 7
 """Bytes of bf16 weights that the host updates per second, and bytes that each of them reads and writes in its RAM."""
 SMALL = 4
 """Samples of the update that was measured on the card: 2,201 tokens per second."""
-LARGE = (8, 16, 32, 64)
+LARGE = (8, 16, 24, 32)
 """Samples of other updates that are planned."""
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
@@ -44,14 +44,12 @@ from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replay
 from lt_offload.strategy.batch_size import warn_of_change
 from lt_offload.strategy.first.growing import Carried, Growth
-from lt_offload.strategy.first.survey import FirstIteration
+from lt_offload.strategy.first.survey import FirstIteration, early_loss
 from lt_offload.strategy.replan import LEAST_S, Replanning, follow, planning
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.processes import Processes
 from lt_offload.units import Budget, format_bytes
 
-_OF_LOGIT = 16
-"""Bytes that a model's own loss takes for a logit: logits, in fp32, too, their logarithms, and gradients of both."""
 Measure = Callable[..., Profile]
 """A function of the parts of a batch, and perhaps of an optimizer other than the training's, that returns a profile."""
 _BUSY = 0.1
@@ -66,17 +64,6 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
     """
     check_micro_batches(options["micro_batches"], auto=True)
     return Settings.among({**options, "host_memory": Budget.of(options["host_memory"], setting="host_memory")})
-
-
-def logits_fit(structure: Structure, tokens: int, budget: int) -> bool:
-    """Return whether the last block and the model's own loss of so many ``tokens`` may take less than ``budget`` bytes.
-
-    Plans compute the two together in a fraction of that, so that it says nothing about them.
-    """
-    weight = getattr(structure.blocks[-1].module, "weight", None)
-    if not isinstance(weight, Tensor):
-        return True
-    return bool(_OF_LOGIT * tokens * len(weight) + 2 * weight.nbytes < budget)
 
 
 class Planning(Processes):
@@ -340,11 +327,12 @@ class Planning(Processes):
                 plan = from_json(Plan, before.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA)
         # Where the number of parts is yet to be chosen, the step has one.
         parts = plan.parts if plan is not None else before.micro_batches or 1
-        loss = LossInBlock.early(structure, None) if self.settings.chunked_loss else None
         if plan is not None and plan.chunk_tokens:
             loss = LossInBlock.early(structure, plan.chunk_tokens)
-        elif loss is None and self.root_device.type == "cuda" and not logits_fit(structure, tokens, budget):
-            loss = LossInBlock.early(structure, 0)  # the same numbers in less memory
+        elif self.settings.chunked_loss:
+            loss = LossInBlock.early(structure, None)
+        else:
+            loss = early_loss(structure, tokens, budget, self.root_device)
         return parts if self.micro_batches == "auto" else self.micro_batches, loss
 
     def _plan_watched(self, known: Profile | None, first: FirstIteration) -> Passes:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload.execute import installed
@@ -30,6 +30,21 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 1 << 30
 """Bytes of activations that wait on the host at most, where blocks may run again: to lock more takes seconds."""
+_OF_LOGIT = 16
+"""Bytes that a model's own loss takes for a logit: logits, in fp32, too, their logarithms, and gradients of both."""
+
+
+def early_loss(structure: Structure, tokens: int, budget: int, device: torch.device) -> LossInBlock | None:
+    """Return what computes the last block and the loss in a step without a plan, where that has to save memory.
+
+    None if the model's own loss of so many ``tokens`` may fit within ``budget`` bytes of a GPU. Plans compute the same
+    numbers in a fraction of that, so that it says nothing about them.
+    """
+    weight = getattr(structure.blocks[-1].module, "weight", None)
+    if device.type != "cuda" or not isinstance(weight, Tensor):
+        return None
+    fits = _OF_LOGIT * tokens * len(weight) + 2 * weight.nbytes < budget
+    return None if fits else LossInBlock.early(structure, 0)
 
 
 class FirstIteration:
