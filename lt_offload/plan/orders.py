@@ -72,8 +72,11 @@ def compared(plan: Plan, profile: Profile, settings: Settings, *, thorough: bool
 def _binding(plan: Plan, profile: Profile) -> str:
     """Return the name of what is busiest in an iteration of ``plan``, and for how much of it."""
     shares = {LANE[name].title: share for name, share in plan.busy.items()}
-    ram = sum(share * profile.contention.of(name) for name, share in plan.busy.items())
-    name, share = max({**shares, "the RAM's bandwidth": ram}.items(), key=lambda pair: pair[1])
+    shares["the RAM's bandwidth"] = sum(share * profile.contention.of(name) for name, share in plan.busy.items())
+    calls = ((op, count) for op, count in zip(plan.ops, plan.counts, strict=True) if op.kind in ("forward", "backward"))
+    launched = sum(count * profile.blocks[op.block].launch_s for op, count in calls)
+    shares["launching kernels"] = launched / plan.predicted.iteration_s
+    name, share = max(shares.items(), key=lambda pair: pair[1])
     return f"{name}, {min(share, 1.0):.0%} busy"
 
 

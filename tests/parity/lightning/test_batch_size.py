@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy, micro_batched_reference
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.plan import BatchChoice, Choices, Settings, make_plan
@@ -110,6 +111,16 @@ def test_a_run_in_parts_and_micro_batches(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(batch_size, "choose_batch", no_choice)
     resumed = fit(auto(micro_batches="auto"), scheduled(shuffle=False), ckpt=tmp_path / "split.ckpt")
     assert (resumed.module.batch_size, resumed.trainer.accumulate_grad_batches) == (2, 2)
+
+
+def test_a_measured_step_in_the_memory_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose memory all logits would not fit in, the loss is measured as plans compute it."""
+    monkeypatch.setattr(sample, "early_loss", lambda structure, **others: LossInBlock.early(structure, 0))
+    run = fit(auto(max_batch_size=2), scheduled(dropout=0.1), max_epochs=1)
+    size, profile = size_of(run), run.trainer.strategy.profile
+    assert [option.name for option in profile.blocks[-1].options] == ["fused"]
+    plain = fit("auto", scheduled(dropout=0.1, batch_size=size), max_epochs=1)
+    assert differences(plain, run) == []
 
 
 def test_samples_that_are_given_and_more_than_the_bound() -> None:

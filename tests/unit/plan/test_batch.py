@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan import Choices, Settings, choose_batch, solve
+from lt_offload.plan import Choices, Settings, choose_batch, make_plan, solve
 from lt_offload.plan.batch.profiles import in_parts, scaled
+from lt_offload.plan.batch.splits import Split
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.schema.plan import Plan
@@ -195,3 +198,51 @@ def test_a_chunk_of_logits_does_not_grow_with_the_batch() -> None:
     found = scaled(wide, 4 * profile.batch_size).blocks[-1]
     assert (found.option("chunked").forward_peak_bytes, found.option("chunked").saved_bytes) == (700, 160)
     assert found.option("keep").forward_peak_bytes == 4 * last.option("keep").forward_peak_bytes
+
+
+# -- laws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [5_000, 9_000])
+def test_a_larger_bound_never_gives_fewer_samples_per_second(budget: int) -> None:
+    at, rates = affine(3), []
+    for most in (1, 2, 4, 8, 16):
+        found = choose_batch(at, Settings(memory=budget), Choices(most=most, parts="auto"))
+        assert found.plan.batch_size * found.plan.accumulate <= most
+        rates.append(found.plan.samples_per_s)
+    assert all(larger >= 0.99 * smaller for smaller, larger in pairwise(rates)), rates
+
+
+@pytest.mark.parametrize(("budget", "once"), [(5_000, 2.0), (9_000, 8.0)])
+def test_it_is_the_best_of_the_settings_that_it_may_choose(budget: int, once: float) -> None:
+    at, settings, rates = affine(3, once=once), Settings(memory=budget), {}
+    choices = Choices(most=6, parts="auto")
+    found = choose_batch(at, settings, choices)
+    for samples in range(1, choices.most + 1):
+        for split in choices.splits(samples):
+            with suppress(InfeasibleError):
+                wanted = replace(settings, accumulate=split.accumulate)
+                rates[split] = make_plan(at(split.batch_size, split.parts), wanted).samples_per_s
+    chosen = Split(found.plan.batch_size * found.plan.accumulate, found.plan.accumulate, found.plan.parts)
+    assert found.plan.samples_per_s == pytest.approx(rates[chosen], rel=0.01)
+    assert rates[chosen] >= 0.96 * max(rates.values()), (chosen, rates)
+
+
+def test_splits_of_what_is_given() -> None:
+    assert [*Choices(most=8, samples=4).splits(4)] == [Split(4, 1), Split(4, 2), Split(4, 4)]
+    assert [*Choices(batch_size=4, parts="auto", accumulate=2).splits(8)] == [Split(8, 2, n) for n in (1, 2, 4)]
+    assert [*Choices(parts=3, accumulate=1).splits(3)] == [Split(3, 1, 3)]
+    assert not [*Choices(most=2, accumulate=1).splits(3)]
+    assert Split(24, 2, 4).settings == "batch_size=12, micro_batches=4, accumulate_grad_batches=2"
+    with pytest.raises(ConfigError, match="micro_batches=5 is more than the 4 samples"):
+        Choices(most=4, parts=5).check()
+
+
+def test_a_model_that_cannot_be_cut_is_chosen_for_without_parts() -> None:
+    def whole(size: int, parts: int) -> Profile:
+        if parts > 1:
+            raise UnsupportedError("samples depend on each other")
+        return affine(3)(size)
+
+    found = choose_batch(whole, Settings(memory=5_000), Choices(most=8, parts="auto"))
+    assert found.plan.parts == 1

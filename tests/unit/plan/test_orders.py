@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.batch.choose import choose_parts
 from lt_offload.plan.batch.profiles import in_parts, layer_major, micro_batch_major
 from lt_offload.plan.orders import compared
-from lt_offload.schema.explain import BINDS
+from lt_offload.schema.explain import BINDS, brief
 from lt_offload.schema.profile import Profile
+from tests.unit.plan.test_batch import affine
 
 TOKENS = 64
 
@@ -122,6 +124,27 @@ def test_an_order_that_does_not_fit_is_said() -> None:
     plan = make_plan(part, settings)
     said = compared(plan, part, settings).notes[-1]
     assert said == "layer-major (micro_batches=16 with batches of 128 samples) was priced, too: no plan of it fits"
+
+
+@pytest.mark.parametrize("memory", [6_000, 9_000])
+def test_a_larger_update_is_named_where_it_is_worth_it(memory: int) -> None:
+    at, settings = affine(8, once=0.1, each=1.0), Settings(memory=memory)
+    plan = make_plan(at(1), settings)
+    (said,) = set(compared(plan, at(1), settings).notes) - set(plan.notes)
+    assert said.startswith(f"{BINDS}copies to device, ")
+    named = re.search(r"about ([\d.]+) times the tokens per second with (\d+) tokens .*: batch_size=(\d+) ", said)
+    assert named is not None, said
+    size = int(named[3])
+    assert int(named[2]) == size * plan.sequence_length
+    larger = make_plan(at(size), settings)
+    assert larger.samples_per_s / plan.samples_per_s == pytest.approx(float(named[1]), rel=0.15)
+    assert "What binds: copies to device, " in brief(compared(plan, at(1), settings))
+
+
+def test_no_larger_update_is_named_where_computing_binds() -> None:
+    profile = affine(8, each=4.0)(1)
+    plan = make_plan(profile, Settings(memory=10**6))
+    assert compared(plan, profile, Settings(memory=10**6)).notes[-1] == f"{BINDS}compute, 100% busy"
 
 
 # -- auto -------------------------------------------------------------------------------------------------------------
