@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.batch.choose import relaxed_s
 from lt_offload.plan.batch.profiles import in_parts, layer_major, micro_batch_major, scaled
 from lt_offload.plan.batch.splits import Split
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.solve import least_s, make_plan, with_planned_head
+from lt_offload.plan.solve import least_s, make_plan, relaxed_s, with_planned_head
 from lt_offload.schema.explain import BINDS
 from lt_offload.schema.lanes import LANE
 from lt_offload.schema.plan import Plan

@@ -15,13 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan.batch.profiles import in_parts, scaled
 from lt_offload.plan.batch.splits import Choices, Split
-from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.solve import make_plan, offmate_config, with_planned_head
-from lt_offload.plan.windows import for_one, has_windows, with_sums
+from lt_offload.plan.solve import make_plan, relaxed_s, with_planned_head
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes, format_rate
@@ -46,8 +44,6 @@ _MOST_PLANS = 3.5
 """Time that a choice may take, in plans of the mean duration; profiles not counted."""
 _LEAST_S = 4.0
 """Seconds that are always allowed: plans of small models take no time."""
-_REACH = 3
-"""Steps around a use in which relaxed programs may copy: fewer than for a plan, because many are solved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,21 +110,6 @@ def choose_parts(measure: Callable[[int], Profile], settings: Settings) -> Batch
     return choose_batch(lambda _size, parts: whole if parts == 1 else measure(parts), settings, choices)
 
 
-def relaxed_s(profile: Profile, settings: Settings) -> float:
-    """Return the seconds of an update in the relaxed program, which plans come near to; infinity if nothing fits."""
-    batches = settings.accumulate
-    if has_windows(profile, settings):
-        profile, settings = with_sums(profile, batches), for_one(settings)
-    program = offmate_config(profile, settings, reach=_REACH)
-    # Copies that need a step of their own may find no room where memory is tight; then they are hidden altogether.
-    for lag in (1, 0):
-        try:
-            return batches * lower_bound(profile, replace(program, lag=lag, lookahead=lag))
-        except (InfeasibleError, ConfigError):
-            continue
-    return math.inf
-
-
 class _BatchSearch:
     """One search for the best split."""
 
@@ -167,12 +148,12 @@ class _BatchSearch:
     def _next(self) -> Split | None:
         """Return the smallest of the splits that promise most; None if none is worth a plan."""
         self._scan()
-        waiting = [split for split in sorted(self.relaxed) if split not in self.plans and self._may_fit(split)]
+        left = (split for split in sorted(self.relaxed) if split not in self.plans and self._may_fit(split))
+        waiting = [
+            split for split in left if self._relaxed(split) < math.inf and (not self.plans or self._worth(split))
+        ]
         least = min(map(self._expected, waiting), default=math.inf)
-        if math.isinf(least):
-            return None
-        split = next(split for split in waiting if self._expected(split) * (1 - _EQUAL) <= least)
-        return split if not self.plans or self._worth(split) else None
+        return next((split for split in waiting if self._expected(split) * (1 - _EQUAL) <= least), None)
 
     def _scan(self) -> None:
         """Solve for numbers of samples: doubled until that gains nothing, then the gaps beside the best one halved."""
@@ -258,9 +239,10 @@ class _BatchSearch:
         seconds = self._seconds(fastest)
         if self._late():
             return expected * (1 + _DOUBT) < self._seconds(self._chosen())
-        if split.samples >= fastest.samples and self._relaxed(split) >= seconds * (1 - _EQUAL):
-            return False
-        return expected * (1 - _DOUBT) <= seconds
+        if split.samples >= fastest.samples:
+            return expected < seconds * (1 - _EQUAL / 2)
+        # Where a plan is far from its program, another one may be near.
+        return expected * (1 - max(_DOUBT, seconds / self._relaxed(fastest) / 2 - 0.5)) <= seconds
 
     def _late(self) -> bool:
         """Return whether one more plan would take too long."""
@@ -270,12 +252,9 @@ class _BatchSearch:
     def _expected(self, split: Split) -> float:
         """Return the expected seconds per sample: those of the relaxed program, raised as plans near it were."""
         relaxed = self._relaxed(split)
-        ratios = {
-            at.samples: self._seconds(at) / self._relaxed(at)
-            for at in self.plans
-            # Plans of windows are much farther from their program than others.
-            if self._relaxed(at) < math.inf and (at.accumulate > 1) is (split.accumulate > 1)
-        }
+        # Plans of windows are farther from their programs than others.
+        alike = [at for at in self.plans if (at.accumulate > 1) is (split.accumulate > 1)] or self.plans
+        ratios = {at.samples: self._seconds(at) / self._relaxed(at) for at in alike if self._relaxed(at) < math.inf}
         if not ratios:
             return relaxed
         below = max((at for at in ratios if at <= split.samples), default=min(ratios))
