@@ -27,7 +27,7 @@ from lt_offload.units import format_seconds
 _SHARE = 0.25
 """Part of the time limit that may go into a plan that is only compared."""
 _LEAST_S = 1.0
-_LARGER = (4, 8)
+_LARGER = (2, 4, 8)
 """Updates of so many times the samples are estimated."""
 _WORTH = 1.3
 """A larger update is named if it trains so many times the tokens per second, and ..."""

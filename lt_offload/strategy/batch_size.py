@@ -26,7 +26,7 @@ from lt_offload import limits
 from lt_offload.compat.lightning import combined_loader, data_source, loaded_checkpoint, set_combined_loader
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget
 from lt_offload.plan.batch.choose import BatchChoice, choose_batch
-from lt_offload.plan.batch.splits import LARGEST
+from lt_offload.plan.batch.splits import LARGEST, Split
 from lt_offload.plan.orders import compared
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
@@ -123,8 +123,9 @@ def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> tuple[int, in
     if known is None:
         return None
     count = run.settings.get("accumulate") if before or plan is None else plan.accumulate
-    rank_zero_info(f"offmate: batch_size={known}, as in the {'checkpoint' if before else 'plan'}")
-    return known, count if isinstance(count, int) else 1
+    split = Split(known * count, count) if isinstance(count, int) else Split(known)
+    rank_zero_info(f"offmate: {split.settings}, as in the {'checkpoint' if before else 'plan'}")
+    return split.batch_size, split.accumulate
 
 
 def choose(trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings) -> BatchChoice:
