@@ -24,7 +24,8 @@ from lt_offload.model.calls import plainly, switched_off
 from lt_offload.model.compiled import hide_from_copies
 from lt_offload.model.parts import check_micro_batches, extent
 from lt_offload.plan import Settings, check, make_plan
-from lt_offload.plan.orders import choose_parts, compared
+from lt_offload.plan.batch.choose import choose_parts
+from lt_offload.plan.orders import compared
 from lt_offload.profiling.hardware import check_host_memory, check_memory, free_memory
 from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure

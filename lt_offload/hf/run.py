@@ -144,7 +144,7 @@ class Run(Planning):
 
     def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
         batch = batch if self._sample_batch is None else self._sample_batch
-        return Size.of(batch), partial(trial, self.trainer, self.model, self._structure(), batch)
+        return Size.of(batch), partial(trial, self.trainer, self.model, self._structure(), batch, budget=self._budget)
 
     # -- training ----------------------------------------------------------------------------------------------------
 

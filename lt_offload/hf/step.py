@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,9 +16,11 @@ from lt_offload.compat.hugging_face import items_in_batch
 from lt_offload.errors import ConfigError
 from lt_offload.hf.replaced import Replaced
 from lt_offload.model.blocks import Structure
+from lt_offload.model.parts import extent
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.profile import Profile
+from lt_offload.strategy.first.survey import early_loss
 
 _ASIDE = ("model", "model_wrapped", "ref_model", "optimizer", "train_dataset", "eval_dataset", "callback_handler")
 """Attributes that a step leaves alone, or that the profiler puts back."""
@@ -113,6 +116,8 @@ def trial(
     parts: int,
     optimizer: Optimizer,
     known: Mapping[str, Any],
+    *,
+    budget: int,
 ) -> Profile:
     """Return the profile of a step of ``trainer`` that leaves no trace in it, nor in the global generators.
 
@@ -124,6 +129,7 @@ def trial(
         parts: in which each block takes the batch.
         optimizer: of the training.
         known: earlier measurements of the machine.
+        budget: bytes of the device.
     """
     before = dict(vars(trainer))
     roots = {name: value for name, value in before.items() if name not in _ASIDE}
@@ -137,6 +143,7 @@ def trial(
                 structure=structure,
                 run=TrainingStep(trainer, model),
                 micro_batches=parts,
+                loss=partial(early_loss, tokens=prod(extent(batch)), budget=budget, device=trainer.args.device),
                 **known,
             )
     finally:

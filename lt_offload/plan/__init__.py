@@ -1,6 +1,7 @@
 """Plans of one training iteration: made, checked, simulated and explained here. Imports no torch."""
 
 from lt_offload.plan.batch.choose import BatchChoice, choose_batch
+from lt_offload.plan.batch.splits import Choices
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan, solve
 from lt_offload.plan.verify.check import check
@@ -11,6 +12,7 @@ from lt_offload.schema.trace import Trace
 
 __all__ = [
     "BatchChoice",
+    "Choices",
     "Op",
     "Plan",
     "Settings",

@@ -1,4 +1,4 @@
-"""The two orders in which several micro-batches can be accumulated, priced against each other.
+"""Advice beside a plan: the other order of accumulation, what binds, and updates that would be faster per token.
 
 *Micro-batch-major* (``accumulate``): a forward and backward of the whole model for one micro-batch, then for the next;
 every pass fetches all weights that do not stay. *Layer-major* (``micro_batches``): all of them through one block, then
@@ -10,89 +10,33 @@ The order that was not measured is priced by a profile that is derived from the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.batch.profiles import scaled
+from lt_offload.plan.batch.profiles import in_parts, layer_major, micro_batch_major, scaled
+from lt_offload.plan.batch.splits import Split
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.solve import least_s, make_plan
+from lt_offload.plan.solve import least_s, make_plan, relaxed_s, with_planned_head
+from lt_offload.schema.explain import BINDS
+from lt_offload.schema.lanes import LANE
 from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import COLLECTED_BELOW, BlockProfile, OptionProfile, Profile
+from lt_offload.schema.profile import Profile
 from lt_offload.units import format_seconds
 
 _SHARE = 0.25
 """Part of the time limit that may go into a plan that is only compared."""
 _LEAST_S = 1.0
-_MOST_PARTS = 32
-_WORTH = 0.02
-"""More parts have to be faster by more than this."""
-
-Measure = Callable[[int], Profile]
-"""Returns the profile of a step whose batch is taken in so many parts."""
-
-
-def in_parts(profile: Profile, count: int) -> Profile:
-    """Return ``profile`` as it would be about if the batch went through each block in ``count`` parts.
-
-    Memory that one part at a time needs shrinks with it; the gradients of a block stay until its last part is over. The
-    output projection takes the whole batch.
-    """
-    if count == profile.parts:
-        return profile
-    blocks = tuple(
-        block if block.kind == "head" else _in_parts(block, profile, index, count)
-        for index, block in enumerate(profile.blocks)
-    )
-    return replace(profile, parts=count, blocks=blocks)
-
-
-def _in_parts(block: BlockProfile, profile: Profile, index: int, count: int) -> BlockProfile:
-    ratio = profile.parts / count
-    sizes = [tensor.bytes for tensor in profile.tensors if tensor.trainable and index in tensor.blocks]
-    large = [size for size in sizes if size >= COLLECTED_BELOW]
-    # Large gradients leave one by one; with several parts all are complete with the last, and are there together.
-    together = sum(large) - max(large, default=0)
-    gradients = together * ((count > 1) - (profile.parts > 1))
-
-    saved = max((option.saved_bytes for option in block.options if option.name == "keep"), default=0)
-
-    def cut(option: OptionProfile) -> OptionProfile:
-        moved = option.offload_bytes if option.name in ("offload", "mixed") else 0
-
-        def peak(size: int, *, rebuilt: int = 0, more: int = 0) -> int:
-            fixed = min(moved + rebuilt, size)  # is there for all parts
-            return max(0, fixed + math.ceil((size - fixed) * ratio) + more)
-
-        return replace(
-            option,
-            forward_peak_bytes=peak(option.forward_peak_bytes),
-            backward_peak_bytes=peak(
-                option.backward_peak_bytes, rebuilt=saved if option.name == "discard" else 0, more=gradients
-            ),
-            held_peak_bytes=None,
-            passing_peak_bytes=None,
-            before_loss_bytes=None,
-        )
-
-    return replace(block, launch_s=block.launch_s / ratio, options=tuple(map(cut, block.options)))
-
-
-def layer_major(profile: Profile, window: int) -> Profile:
-    """Return the profile of one batch that has all samples of ``window`` micro-batches, taken in as many parts."""
-    return in_parts(scaled(profile, profile.batch_size * window), profile.parts * window)
-
-
-def micro_batch_major(profile: Profile) -> Profile:
-    """Return the profile of one part of the batch of ``profile``, as a batch of its own."""
-    size = math.ceil(profile.batch_size / profile.parts)
-    return scaled(in_parts(profile, 1), size)
+_LARGER = (2, 4, 8)
+"""Updates of so many times the samples are estimated."""
+_WORTH = 1.3
+"""A larger update is named if it trains so many times the tokens per second, and ..."""
+_MORE = 1.15
+"""... an even larger one if it trains so many times the tokens of the one before."""
 
 
 def compared(plan: Plan, profile: Profile, settings: Settings, *, thorough: bool = False) -> Plan:
-    """Return ``plan`` with a note about the time of the other order of accumulation.
-
-    Itself if there is only one: one micro-batch per update, in one part.
+    """Return ``plan`` with notes about what binds, larger updates, and the other order of accumulation, if it has one.
 
     Args:
         plan: of the order that was measured.
@@ -102,6 +46,7 @@ def compared(plan: Plan, profile: Profile, settings: Settings, *, thorough: bool
     """
     budget = max(_LEAST_S, _SHARE * settings.time_limit)
     quick = replace(settings, time_limit=min(settings.time_limit, budget))
+    said = (f"{BINDS}{'; '.join((_binding(plan, profile), *_larger(plan, profile, quick)))}",)
     mine, count = plan.predicted.iteration_s, profile.parts
     if settings.accumulate > 1:
         window = settings.accumulate
@@ -118,8 +63,62 @@ def compared(plan: Plan, profile: Profile, settings: Settings, *, thorough: bool
         how = f"micro-batch by micro-batch (accumulate={count} with batches of {other.batch_size} samples)"
         way = f"set batch_size={other.batch_size}, micro_batches=1 and accumulate_grad_batches={count} for it"
     else:
-        return plan
-    return replace(plan, notes=(*plan.notes, _verdict(how, way, mine, other, quick, thorough=thorough)))
+        return replace(plan, notes=(*plan.notes, *said))
+    verdict = _verdict(how, way, mine, other, quick, thorough=thorough)
+    return replace(plan, notes=(*plan.notes, *said, verdict))
+
+
+def _binding(plan: Plan, profile: Profile) -> str:
+    """Return the name of what is busiest in an iteration of ``plan``, and for how much of it."""
+    shares = {LANE[name].title: share for name, share in plan.busy.items()}
+    shares["the RAM's bandwidth"] = sum(share * profile.contention.of(name) for name, share in plan.busy.items())
+    calls = ((op, count) for op, count in zip(plan.ops, plan.counts, strict=True) if op.kind in ("forward", "backward"))
+    launched = sum(count * profile.blocks[op.block].launch_s for op, count in calls)
+    shares["launching kernels"] = launched / plan.predicted.iteration_s
+    name, share = max(shares.items(), key=lambda pair: pair[1])
+    return f"{name}, {min(share, 1.0):.0%} busy"
+
+
+def _larger(plan: Plan, profile: Profile, settings: Settings) -> Iterator[str]:
+    """Yield the gain of a larger update, in words, if one is worth it; by relaxed programs, and so an estimate."""
+    split = Split(plan.batch_size * plan.accumulate, plan.accumulate, plan.parts)
+    computing = sum(
+        min(o.forward_s + block.has_backward * o.backward_s for o in block.options) for block in profile.blocks
+    )
+    mine = plan.predicted.iteration_s / split.samples
+    if mine < _WORTH * profile.forwards * computing / plan.batch_size:
+        return  # no update trains so much more
+    # Plans are as much slower than their programs for other sizes.
+    slower = max(1.0, mine / _relaxed(profile, split, settings))
+    best, gain = split, 1.0
+    for factor in _LARGER:
+        samples = factor * split.samples
+        ways = (
+            split._replace(samples=samples),
+            *([split._replace(samples=samples, parts=factor * split.parts)] if not profile.deferred_forwards else []),
+            split._replace(samples=samples, accumulate=factor * split.accumulate),
+        )
+        times = ((way, _relaxed(profile, way, settings)) for way in ways)
+        way, seconds = next(((way, seconds) for way, seconds in times if seconds < math.inf), (split, math.inf))
+        faster = mine / (slower * seconds)
+        if faster < _MORE * gain:
+            break
+        best, gain = way, faster
+    if gain >= _WORTH:
+        size = plan.processes * best.samples * plan.sequence_length
+        units = "tokens" if plan.sequence_length > 1 else "samples"
+        yield (
+            f"about {gain:.1f} times the {units} per second with {size:,} {units} per update: {best.settings} (an "
+            "estimate; it changes the training)"
+        )
+
+
+def _relaxed(profile: Profile, split: Split, settings: Settings) -> float:
+    """Return the seconds per sample of ``split`` in its relaxed program, with an estimate of its profile."""
+    wanted = replace(settings, accumulate=split.accumulate)
+    sized = in_parts(scaled(profile, split.batch_size), split.parts)
+    seconds = relaxed_s(with_planned_head(sized, wanted), wanted)
+    return (relaxed_s(sized, wanted) if math.isinf(seconds) else seconds) / split.samples
 
 
 def _verdict(how: str, way: str, mine: float, other: Profile, settings: Settings, *, thorough: bool) -> str:
@@ -151,56 +150,3 @@ def _seconds(profile: Profile, settings: Settings) -> float | None:
         return make_plan(profile, settings).predicted.iteration_s
     except (ConfigError, InfeasibleError, UnsupportedError):
         return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartsChoice:
-    """The number of parts of a batch, ``Profile.parts``, with the plan for it."""
-
-    profile: Profile
-    plan: Plan
-
-
-def choose_parts(measure: Measure, settings: Settings) -> PartsChoice:
-    """Return the number of parts, a power of two up to the samples of the batch, with which an iteration is fastest.
-
-    All are priced by the profile of the whole batch; what wins is measured.
-
-    Args:
-        measure: is asked for 1 and for what wins.
-        settings: of plans.
-
-    Raises:
-        InfeasibleError: if no plan fits, in however many parts.
-        UnsupportedError: if the model cannot be trained exactly in one part.
-    """
-    whole = measure(1)
-    counts = [1 << power for power in range(_MOST_PARTS.bit_length()) if 1 << power <= whole.batch_size]
-    share = max(_LEAST_S, settings.time_limit / (len(counts) + 1))
-    quick = replace(settings, time_limit=min(share, settings.time_limit))
-    seconds = {count: _seconds(in_parts(whole, count), quick) for count in counts}
-    times = {count: time for count, time in seconds.items() if time is not None}
-    if not times:
-        return PartsChoice(profile=whole, plan=make_plan(whole, settings))
-    least = min(times.values())
-    # The fewest parts among those that are about as fast: each part launches all kernels once more.
-    best = next(count for count, time in times.items() if time <= (1 + _WORTH) * least)
-    prices = ", ".join(
-        f"{count}: {'does not fit' if time is None else format_seconds(time)}" for count, time in seconds.items()
-    )
-    try:
-        profile = whole if best == 1 else measure(best)
-        plan = make_plan(profile, settings)
-    except (InfeasibleError, UnsupportedError) as error:
-        if best == 1 or 1 not in times:
-            raise
-        return _chosen(whole, make_plan(whole, settings), f"{prices}; {best} was refused: {error}")
-    # The price was of a profile that was derived: kernels of small parts may be slower than in proportion.
-    if best > 1 and plan.predicted.iteration_s >= times.get(1, math.inf):
-        return _chosen(whole, make_plan(whole, settings), f"{prices}; measured, {best} is not faster")
-    return _chosen(profile, plan, prices)
-
-
-def _chosen(profile: Profile, plan: Plan, why: str) -> PartsChoice:
-    note = f"micro_batches={profile.parts} was chosen; seconds per iteration by number of parts: {why}"
-    return PartsChoice(profile=profile, plan=replace(plan, notes=(*plan.notes, note)))

@@ -32,13 +32,21 @@ from lt_offload.plan.planners.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
-from lt_offload.plan.planners.offmate.program import MakeProgram
+from lt_offload.plan.planners.offmate.program import MakeProgram, lower_bound
 from lt_offload.plan.planners.offmate.search import search_again, search_budgets
 from lt_offload.plan.planners.priced import priced
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.rows import as_head, in_two_parts, room_of_rows, table_of
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.windows import adds_up, for_one, has_windows, plan_forwards, plan_windows, without_gradients
+from lt_offload.plan.windows import (
+    adds_up,
+    for_one,
+    has_windows,
+    plan_forwards,
+    plan_windows,
+    with_sums,
+    without_gradients,
+)
 from lt_offload.schema.explain import OTHER_BITS
 from lt_offload.schema.plan import ADDING, Pass, Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
@@ -56,6 +64,8 @@ _BY_NAME: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
 """Methods of papers that are asked by name; ``auto`` asks ``memferry`` where nothing else fits."""
 _LEAST_S = 1.0
 """Seconds for a second attempt, at least."""
+_REACH = 3
+"""Steps around a use in which copies run in programs that only compare: fewer than for a plan, as many are solved."""
 
 
 def solve(
@@ -210,6 +220,21 @@ def least_s(profile: Profile, settings: Settings) -> float:
     request = _request(profile, settings)
     config = offmate_config(profile, settings, reach=_reach(profile))
     return passes * _Selection(request, config, settings.planner, program).least_s
+
+
+def relaxed_s(profile: Profile, settings: Settings) -> float:
+    """Return the seconds of an update in the relaxed program, which plans come near to; infinity if nothing fits."""
+    batches = settings.accumulate
+    if has_windows(profile, settings):
+        profile, settings = with_sums(profile, batches), for_one(settings)
+    program = offmate_config(profile, settings, reach=_REACH)
+    # Copies that need a step of their own may find no room where memory is tight; then they are hidden altogether.
+    for lag in (1, 0):
+        try:
+            return batches * lower_bound(profile, replace(program, lag=lag, lookahead=lag))
+        except (InfeasibleError, ConfigError):
+            continue
+    return math.inf
 
 
 def with_planned_head(profile: Profile, settings: Settings) -> Profile:

@@ -28,7 +28,7 @@ from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer
 from lt_offload.profiling.step.apart import ApartRuns
 from lt_offload.profiling.step.capture import Run, find_loss
-from lt_offload.profiling.step.first import FirstStep
+from lt_offload.profiling.step.first import FirstStep, LossWithBlock
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
 
 
@@ -44,6 +44,7 @@ def profile(
     structure: Structure | None = None,
     blocks: str | None = None,
     micro_batches: int = 1,
+    loss: Callable[[Structure], LossWithBlock | None] | None = None,
     on_progress: Progress | None = None,
 ) -> Profile:
     """Measure ``model`` on ``sample_batch``; neither weights, gradients, buffers nor random numbers change.
@@ -65,6 +66,7 @@ def profile(
         blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers, e.g. ``"h"``; None: they are
             found by structure.
         micro_batches: parts of the batch that go through each block in turn; see :mod:`lt_offload.model.parts`.
+        loss: returns what computes the last block together with the loss, or None: the model does.
         on_progress: is told what is being measured.
 
     Raises:
@@ -81,7 +83,10 @@ def profile(
     machine = measure_machine(model, optimizer, target, hardware=hardware, updates=updates, say=say)
 
     def made(structure: Structure) -> FirstStep:
-        return FirstStep(model, structure, optimizer, target, machine, parts=micro_batches, code=uncompiled, say=say)
+        both = None if loss is None else loss(structure)
+        return FirstStep(
+            model, structure, optimizer, target, machine, parts=micro_batches, loss=both, code=uncompiled, say=say
+        )
 
     with ExitStack() as stack:
         if any(map(is_compiled, model.modules())):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
-from lt_offload.schema.lanes import LANES
+from lt_offload.schema.lanes import LANE
 from lt_offload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ _BAR = 20
 _NOT_SIMULATED = "not simulated"
 OTHER_BITS = "last bits are not those of plain PyTorch"
 """The words of a plan's note about gradients that are summed in another order."""
+BINDS = "what binds: "
+"""The first words of a plan's note about what it waits for, and about larger updates if they are worth it."""
 _MEANINGS = {
     "keep": "activations stay on the device between forward and backward",
     "recompute": "only the block's input is kept; the backward runs the forward again",
@@ -108,6 +110,7 @@ def brief(plan: Plan) -> str:
         f"{format_bytes(plan.host_budget_bytes)}{_own(plan)}. Copied: {dict(_traffic(plan))['copies']}. "
         f"Activations {activations}. Tensors updated: {', '.join(updates) or 'none'}."
     )
+    text += "".join(f" {note[0].upper()}{note[1:]}." for note in plan.notes if note.startswith(BINDS))
     if any(OTHER_BITS in note for note in plan.notes):
         text += f" Gradients are summed in another order: their {OTHER_BITS}, see explain()."
     lines = textwrap.wrap(text, _BRIEF_WIDTH, break_long_words=False, break_on_hyphens=False)
@@ -204,11 +207,9 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
     moved: dict[str, int] = defaultdict(int)
-    busy: dict[str, float] = defaultdict(float)
     for op, count in zip(plan.ops, plan.counts, strict=True):
         # Passes are listed once and carried out several times, so each op counts as often.
         moved["written" if op.writes_gradients else op.lane] += count * op.bytes
-        busy[op.lane] += count * op.seconds
     to_device, to_host = format_bytes(moved["h2d"]), format_bytes(moved["d2h"])
     copies = f"{to_device} to the device, {to_host} to the host per {plan.unit}"
     if moved["compute"]:
@@ -217,20 +218,21 @@ def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
         copies += f"; {format_bytes(moved['written'])} written directly"
     yield "copies", copies
     if plan.predicted.iteration_s:
-        loads = [(lane.title, busy[lane.name] / plan.predicted.iteration_s) for lane in LANES if busy[lane.name]]
-        parts = [f"{title} {load:.0%}" for title, load in loads]
-        yield "busy", ", ".join(parts)
+        yield "busy", ", ".join(f"{LANE[name].title} {share:.0%}" for name, share in plan.busy.items())
 
 
 def _batch_sizes(plan: Plan) -> Iterator[tuple[str, str]]:
     most = max((point.samples_per_s or 0.0 for point in plan.batch_curve), default=0.0)
     for point in plan.batch_curve:
+        size = str(point.batch_size) if point.accumulate == 1 else f"{point.accumulate} x {point.batch_size}"
+        parts = f"in {point.parts} parts: " if point.parts > 1 else ""
         if point.samples_per_s is None or point.iteration_s is None:
-            yield str(point.batch_size), point.reason
+            yield size, f"{parts}{point.reason}"
             continue
         bar = "#" * round(_BAR * point.samples_per_s / most)
-        speed = f"{point.samples_per_s:.3g} samples/s, {format_seconds(point.iteration_s)} per iteration"
-        yield str(point.batch_size), f"{bar:<{_BAR}} {speed}: {point.reason}"
+        what = "tokens" if plan.sequence_length > 1 else "samples"
+        speed = f"{format_rate(point.samples_per_s * plan.sequence_length)} {what}/s"
+        yield size, f"{bar:<{_BAR}} {parts}{speed}, {format_seconds(point.iteration_s)} per update: {point.reason}"
 
 
 def _alternative(alternative: Alternative) -> tuple[str, str]:

@@ -74,7 +74,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict
 
 from lt_offload.schema.files import load_json, save_json
-from lt_offload.schema.lanes import LaneName, OpKind
+from lt_offload.schema.lanes import LANES, LaneName, OpKind
 from lt_offload.schema.profile import WITH_LOSS, OptionName
 
 PLAN_SCHEMA = 4
@@ -311,14 +311,19 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPoint:
-    """One batch size that was considered when the plan's was chosen."""
+    """One update that was considered when the plan's was chosen."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     batch_size: int
+    parts: int = 1
+    """Parts of a batch that go through each block in turn."""
+    accumulate: int = 1
+    """Batches per update."""
     samples_per_s: float | None = None
-    """Simulated; None if there is no plan for this size."""
+    """Simulated; None if there is no plan for it."""
     iteration_s: float | None = None
+    """Of an update."""
     device_peak_bytes: int | None = None
     relaxed_samples_per_s: float | None = None
     """Speed of the relaxed program's solution, which plans come near to; None: not solved, or it does not fit."""
@@ -361,7 +366,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     batch_curve: tuple[BatchPoint, ...] = ()
-    """Throughput against batch size, ascending, if the batch size was chosen with the plan."""
+    """Throughput against samples per update, ascending, if these were chosen with the plan."""
     host_threads: int = 0
     """Threads with which the host shall update; 0: as many as torch uses, or the plan does not say."""
     context_bytes: int = 0
@@ -419,6 +424,15 @@ class Plan:
         """
         needed, peak = (self.tokens_per_s or 0.0) * self.flops_per_token, self.processes * self.peak_flops_per_s
         return needed / peak if needed and peak else None
+
+    @property
+    def busy(self) -> dict[LaneName, float]:
+        """Part of an iteration for which each lane is busy, as simulated, without what lanes take from each other."""
+        seconds: dict[LaneName, float] = {}
+        for op, count in zip(self.ops, self.counts, strict=True):
+            seconds[op.lane] = seconds.get(op.lane, 0.0) + count * op.seconds
+        whole = self.predicted.iteration_s
+        return {lane.name: seconds[lane.name] / whole for lane in LANES if whole and seconds.get(lane.name)}
 
     @property
     def adds_up(self) -> bool:

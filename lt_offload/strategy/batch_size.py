@@ -25,12 +25,15 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.lightning import combined_loader, data_source, loaded_checkpoint, set_combined_loader
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget
-from lt_offload.plan.batch.choose import LARGEST, BatchChoice, choose_batch
+from lt_offload.plan.batch.choose import BatchChoice, choose_batch
+from lt_offload.plan.batch.splits import LARGEST, Split
+from lt_offload.plan.orders import compared
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy.first import sample
 from lt_offload.strategy.replay import KEY, Before, as_measured
+from lt_offload.strategy.windows import choices_of
 
 _LATER = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 """Hooks that are called after the size was chosen."""
@@ -97,14 +100,15 @@ def _holders(owner: Any) -> Sequence[tuple[Callable[[], Any], Callable[[int], No
 # -- which one --------------------------------------------------------------------------------------------------------
 
 
-def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> int | None:
-    """Return the batch size that is fixed already: that of the run to resume, or of a saved plan; None if neither is.
+def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> tuple[int, int] | None:
+    """Return batch size and batches per update of the run to resume, or of a saved plan; None if there is neither.
 
     Raises:
         ConfigError: if the checkpoint does not say its size, or the plan is for another one.
     """
-    before = Before.of(loaded_checkpoint(trainer).get(KEY)).batch_size
-    planned = None if plan_path is None else Plan.load(plan_path).batch_size
+    run = Before.of(loaded_checkpoint(trainer).get(KEY))
+    plan = None if plan_path is None else Plan.load(plan_path)
+    before, planned = run.batch_size, None if plan is None else plan.batch_size
     if loaded_checkpoint(trainer):
         if before is None:
             raise ConfigError(
@@ -116,22 +120,22 @@ def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> int | None:
                 f"batch_size={before}; use a plan for that, or plan=None"
             )
     known = before or planned
-    if known is not None:
-        rank_zero_info(f"offmate: batch_size={known}, as in the {'checkpoint' if before else 'plan'}")
-    return known
+    if known is None:
+        return None
+    count = run.settings.get("accumulate") if before or plan is None else plan.accumulate
+    split = Split(known * count, count) if isinstance(count, int) else Split(known)
+    rank_zero_info(f"offmate: {split.settings}, as in the {'checkpoint' if before else 'plan'}")
+    return split.batch_size, split.accumulate
 
 
-def choose(
-    trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings, effective: int | None
-) -> BatchChoice:
-    """Return the batch size with the highest throughput, with its profile and plan.
+def choose(trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings) -> BatchChoice:
+    """Return the update with the highest throughput, with its profile and plan.
 
     Args:
         trainer: about to train.
         optimizer: to profile with.
         size: the attribute to set.
         settings: of plans.
-        effective: samples per update, if they are given; the choice is how to split them.
 
     Raises:
         ConfigError: if the size cannot be found out, or has no effect.
@@ -140,28 +144,28 @@ def choose(
     choice = choose_batch(
         _profiles(trainer, optimizer, size),
         settings,
-        most=_rows(trainer, size),
-        effective=effective,
+        choices_of(trainer, size.value, _rows(trainer, size)),
         on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
     )
     rank_zero_info(f"offmate: {choice.why}")
-    return choice
+    planned = replace(settings, accumulate=choice.plan.accumulate)
+    return replace(choice, plan=compared(choice.plan, choice.profile, planned))
 
 
-def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[int], Profile]:
-    """Return a function that profiles a training step at a batch size.
+def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[int, int], Profile]:
+    """Return a function that profiles a training step with a batch of so many samples in so many parts.
 
     The figures of machine and optimizer are those of the first call.
     """
     first: list[Profile] = []
 
-    def measured(wanted: int) -> Profile:
+    def measured(wanted: int, parts: int) -> Profile:
         with size.set_to(wanted):
             problem = None
             try:
                 batch = sample.SampleBatch.early(trainer)
                 known = as_measured(first[0], optimizer) if first else {}
-                alone = sample.measure(trainer, batch, 1, optimizer, known)
+                alone = sample.measure(trainer, batch, parts, optimizer, known)
                 profile: Profile = trainer.strategy.one_of(alone, known=known.get("hardware"))
             except Exception as error:
                 if not _out_of_memory(error):

@@ -66,12 +66,16 @@ class OffmateStrategy(Checkpoints):
         host_memory: RAM that training may take; None: what is free.
         planner: which planner to use; ``"auto"`` simulates several and takes the fastest.
         batch_size: set as ``batch_size`` of the datamodule (or of the module, if that makes the loader) before loaders
-            and schedules are made; ``"auto"``: the size with the highest throughput, at most the number of samples, or
-            that of the run whose checkpoint is resumed (with ``accumulate_grad_batches`` above 1 the best split of the
-            samples per update that both settings say); None: as it is.
+            and schedules are made; ``"auto"``: the smallest update with practically the highest throughput, as one
+            batch or as several (``accumulate_grad_batches``), or that of the run whose checkpoint is resumed. With
+            ``accumulate_grad_batches`` above 1 it is the best split of the samples per update that both settings say.
+            None: as it is.
+        max_batch_size: samples per update that ``batch_size="auto"`` may choose at most; None: as many as there are
+            data, and 1024.
         micro_batches: parts of a batch that go through each block in turn, before the next block begins: weights travel
             once for all and temporary tensors are those of one part. The sums of gradients are those that
-            ``lt_offload.micro_batched_reference`` defines. ``"auto"``: the number with which an iteration is fastest.
+            ``lt_offload.micro_batched_reference`` defines. ``"auto"``: the number with which an iteration is fastest,
+            chosen together with ``batch_size="auto"``.
         blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the model's layers, its path or the end of
             it (``"h"``); None: it is found by structure.
         host_update: allow optimizer updates on the host.
@@ -103,6 +107,7 @@ class OffmateStrategy(Checkpoints):
         host_memory: str | int | float | None = None,
         planner: PlannerName = "auto",
         batch_size: int | Literal["auto"] | None = None,
+        max_batch_size: int | None = None,
         micro_batches: int | Literal["auto"] = 1,
         blocks: str | None = None,
         host_update: bool = True,
@@ -118,14 +123,16 @@ class OffmateStrategy(Checkpoints):
         super().__init__(locals() | {"memory": Budget.of(memory)})
         if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
-        if micro_batches != 1 and batch_size == "auto":
+        if max_batch_size is not None and (not isinstance(max_batch_size, int) or max_batch_size < 1):
+            raise ConfigError(f"max_batch_size={max_batch_size!r} must be at least 1, or None: samples per update")
+        if max_batch_size is not None and batch_size != "auto":
             raise ConfigError(
-                f"micro_batches={micro_batches!r} cannot be combined with batch_size='auto', which plans for whole "
-                "batches in each block; give batch_size as a number, or set micro_batches=1"
+                f"max_batch_size={max_batch_size} bounds what batch_size='auto' chooses, and batch_size={batch_size!r} "
+                "chooses nothing; set batch_size='auto' or leave max_batch_size out"
             )
         self.planner: PlannerName = planner
         self.memory, self.host_memory = self.settings.device.nbytes, self.settings.host.nbytes
-        self.batch_size, self.async_checkpoint = batch_size, async_checkpoint
+        self.batch_size, self.max_batch_size, self.async_checkpoint = batch_size, max_batch_size, async_checkpoint
         self.trace: Trace | None = None
         """The last iteration, once training has ended; the one before it if its batch was smaller than others."""
         self._signature: object = None
@@ -232,17 +239,17 @@ class OffmateStrategy(Checkpoints):
     def _set_batch_size(self, trainer: Any) -> None:
         """Set the batch size of a run with ``batch_size="auto"``; where it is chosen, that makes profile and plan."""
         size = BatchSize(trainer, "auto")
-        effective = windows.effective_batch(trainer, size.value)
+        choices = windows.choices_of(trainer, size.value)
         known = size_of_the_run(trainer, self.plan_path)
         if known is None:
             settings = self.settings.within(lambda: self._budget)
             with spare_optimizer(trainer) as optimizer:
-                choice = self.of_first(lambda: choose(trainer, optimizer, size, settings, effective))
-            self.profile, self.plan, known = choice.profile, choice.plan, choice.batch_size
-        size.value = known
-        if effective is not None:
-            windows.split(trainer, effective, known)
-            self.settings = windows.settings_from_trainer(self.settings, trainer)
+                choice = self.of_first(lambda: choose(trainer, optimizer, size, settings))
+            self.profile, self.plan = choice.profile, choice.plan
+            known = choice.plan.batch_size, choice.plan.accumulate
+        size.value, accumulate = known
+        windows.split(trainer, choices, size.value, accumulate)
+        self.settings = windows.settings_from_trainer(self.settings, trainer)
 
     def _prepare_training(self, trainer: Any) -> None:
         """Warn, switch off what disturbs, and install an engine: for evaluation, or for training if there is a plan."""

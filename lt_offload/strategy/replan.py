@@ -24,6 +24,7 @@ from lt_offload.model.parts import extent
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.correct import TOLERANCE, Comparison, compare, correct, timed
 from lt_offload.plan.windows import has_windows
+from lt_offload.schema.explain import BINDS
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -161,8 +162,9 @@ def follow(settings: Settings, profile: Profile) -> Replanning | None:
 
 
 def _kept(before: Plan, plan: Plan, why: str) -> Plan:
-    """Return ``plan`` with the batch curve of ``before`` and a note of the reason ``why`` it was corrected."""
-    notes = tuple(note for note in plan.notes if not note.startswith(_NOTE))
+    """Return ``plan`` with curve and advice of ``before`` and a note of the reason ``why`` it was corrected."""
+    notes = [note for note in plan.notes if not note.startswith((_NOTE, BINDS))]
+    notes += [note for note in before.notes if note.startswith(BINDS)]
     return replace(plan, batch_curve=before.batch_curve, notes=(*notes, f"{_NOTE} {why}"))
 
 

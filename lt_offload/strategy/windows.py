@@ -13,6 +13,7 @@ from lt_offload import limits
 from lt_offload.compat.lightning import AFTER_CLOSURE, BEFORE_ZERO_GRAD, CLIP_GRADIENTS
 from lt_offload.errors import ConfigError
 from lt_offload.model.compiled import cover
+from lt_offload.plan.batch.splits import LARGEST, Choices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,28 +51,51 @@ def batches_per_update(trainer: Any) -> int:
     return most
 
 
-def effective_batch(trainer: Any, batch_size: int) -> int | None:
-    """Return the samples per update that ``batch_size`` and a fixed number of micro-batches make.
+def choices_of(trainer: Any, batch_size: int, rows: int | None = None) -> Choices:
+    """Return the updates that ``batch_size="auto"`` of the strategy of ``trainer`` may choose from.
 
-    None if there is one batch per update, or a schedule: then any size may be chosen.
+    The samples per update are given by ``batch_size`` of the data and ``accumulate_grad_batches`` where that is more
+    than 1, else they are free; a schedule gives the micro-batches.
+
+    Args:
+        trainer: with its settings.
+        batch_size: of the data as they are.
+        rows: samples that there are; None: that is not known.
+
+    Raises:
+        ConfigError: if the samples per update are given, and are more than ``max_batch_size``.
     """
-    count: int = trainer.accumulate_grad_batches
-    return count * batch_size if count > 1 and batches_per_update(trainer) == count else None
+    strategy, count, longest = trainer.strategy, trainer.accumulate_grad_batches, batches_per_update(trainer)
+    samples = count * batch_size if 1 < count == longest else None
+    bound = strategy.max_batch_size
+    if bound is not None and (samples or 0) > bound:
+        raise ConfigError(
+            f"max_batch_size={bound} is less than the {samples} samples per update that batch_size={batch_size} and "
+            f"accumulate_grad_batches={count} give; set accumulate_grad_batches=1 to let batch_size='auto' choose "
+            f"them, or max_batch_size={samples}"
+        )
+    return Choices(
+        most=min(size for size in (bound or LARGEST, rows) if size is not None),
+        samples=samples,
+        parts=strategy.micro_batches,
+        accumulate=longest if longest > count else None,
+    )
 
 
-def split(trainer: Any, effective: int, batch_size: int) -> None:
-    """Let ``trainer`` accumulate micro-batches of ``batch_size`` until they are ``effective`` samples.
+def split(trainer: Any, choices: Choices, batch_size: int, accumulate: int) -> None:
+    """Let ``trainer`` accumulate as many micro-batches of ``batch_size`` as ``choices`` give, or else ``accumulate``.
 
     Raises:
         ConfigError: if there is no such number of micro-batches.
     """
-    if effective % batch_size:
+    if choices.samples is not None and choices.samples % batch_size:
         raise ConfigError(
-            f"batch_size='auto': {effective} samples per update (batch_size times accumulate_grad_batches) are no "
-            f"multiple of batch_size={batch_size}, which is that of the plan or the checkpoint; change batch_size or "
-            "accumulate_grad_batches so that they are"
+            f"batch_size='auto': {choices.samples} samples per update (batch_size times accumulate_grad_batches) are "
+            f"no multiple of batch_size={batch_size}, which is that of the plan or the checkpoint; change batch_size "
+            "or accumulate_grad_batches so that they are"
         )
-    trainer.accumulate_grad_batches = effective // batch_size
+    if choices.accumulate is None:
+        trainer.accumulate_grad_batches = accumulate if choices.samples is None else choices.samples // batch_size
 
 
 def warn_of_short_ones(trainer: Any) -> None:

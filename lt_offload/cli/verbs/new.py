@@ -26,8 +26,7 @@ from lt_offload.finetune import load
 from lt_offload.finetune.terminal import clear, keeping_quiet, say, status
 from lt_offload.finetune.weights.gguf import SMOLLM2, is_gguf
 from lt_offload.plan import Settings, make_plan
-from lt_offload.plan.batch.profiles import scaled
-from lt_offload.plan.orders import in_parts
+from lt_offload.plan.batch.profiles import in_parts, scaled
 from lt_offload.plan.sweep import reason
 from lt_offload.profiling.hardware import hardware_names, load_hardware, measure_machine
 from lt_offload.resources import is_dir, is_file, shipped_files, user_path

@@ -18,7 +18,8 @@ from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.finetune import load
 from lt_offload.finetune.terminal import clear, say, status
 from lt_offload.plan import choose_batch, make_plan, simulate
-from lt_offload.plan.orders import choose_parts, compared
+from lt_offload.plan.batch.choose import choose_parts
+from lt_offload.plan.orders import compared
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.several import check_cards, gain, one_of
 from lt_offload.plan.sweep import HEAD, SweepPoint, SweepRange, parse_sweep, run_sweep, save_sweep
@@ -28,7 +29,7 @@ from lt_offload.profiling.hardware import load_hardware, measure_machine
 from lt_offload.report.perfetto import save_perfetto
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.schema.explain import brief
-from lt_offload.strategy.windows import effective_batch, reads_gradients, settings_from_trainer
+from lt_offload.strategy.windows import choices_of, reads_gradients, settings_from_trainer
 from lt_offload.units import Budget, format_bytes
 
 if TYPE_CHECKING:
@@ -150,29 +151,26 @@ def _planned(app: App, memory: Budget, hardware: str | None, cards: tuple[int, i
     """
     best, parts = getattr(app.trainer.strategy, "batch_size", None) == "auto", parts_of(app)
     # The machine is measured once: others are estimated for what it has shown the first time.
-    if best:
-        first = estimate(app, hardware, 1)
-    else:
-        first = estimate(app, hardware, micro_batches=1 if parts == "auto" else parts)
+    first = estimate(app, hardware, 1 if best else None, 1 if best or parts == "auto" else parts)
     machine, alone = first.hardware, one_of(first, *cards)
     settings = on_machine(settings_of(app), memory, machine)
     # One of several processes has its part of the RAM that was named.
     if (ram := settings.host.nbytes) is not None:
         settings = replace(settings, host_memory=ram // cards[0])
+
+    def profile_at(size: int, count: int) -> Profile:
+        known = (size, count) == (alone.batch_size, alone.parts)
+        return alone if known else one_of(estimate(app, machine, size, count), *cards)
+
     if best:
-        choice = choose_batch(
-            lambda size: alone if size == 1 else one_of(estimate(app, machine, size), *cards),
-            settings,
-            effective=effective_batch(app.trainer, app.datamodule.batch_size),
-            on_progress=status,
-        )
-        return choice.profile, choice.plan
-    if parts != "auto":
+        choices = choices_of(app.trainer, app.datamodule.batch_size)
+        choice = choose_batch(profile_at, settings, choices, on_progress=status)
+    elif parts == "auto":
+        choice = choose_parts(lambda count: profile_at(alone.batch_size, count), settings)
+    else:
         return alone, compared(make_plan(alone, settings), alone, settings, thorough=True)
-    chosen = choose_parts(
-        lambda n: alone if n == 1 else one_of(estimate(app, machine, micro_batches=n), *cards), settings
-    )
-    return chosen.profile, compared(chosen.plan, chosen.profile, settings, thorough=True)
+    settings = replace(settings, accumulate=choice.plan.accumulate)
+    return choice.profile, compared(choice.plan, choice.profile, settings, thorough=True)
 
 
 # -- many plans ------------------------------------------------------------------------------------------------------

@@ -154,13 +154,15 @@ class LossInBlock:
         return cls(owner, head, chunk, planned=True)
 
     @classmethod
-    def in_chunks(cls, structure: Structure, chunk: int | None = None) -> LossInBlock | None:
-        """Return a loss in chunks of ``chunk`` tokens, None: of as many as suit, for a step without a plan.
+    def early(cls, structure: Structure, chunk: int | None) -> LossInBlock | None:
+        """Return a loss in chunks of ``chunk`` tokens, 0: of all, None: of as many as suit, for a step without a plan.
 
         None if the model computes its loss in another way.
         """
         owner, head = _loss_of(structure)
-        return None if owner is None else cls(owner, head, chunk or chunk_tokens(head.out_features), planned=False)
+        if owner is None:
+            return None
+        return cls(owner, head, chunk_tokens(head.out_features) if chunk is None else chunk, planned=False)
 
     def install(self, run: Forward) -> Callable[[], None]:
         """Call ``run`` with hidden states, labels and more where the model calls its loss; return what ends that."""
@@ -188,8 +190,9 @@ class LossInBlock:
         return call
 
     def _pays(self, hidden: Tensor) -> bool:
-        """Return whether there is more than one chunk, in a precision that a loss in chunks can have."""
-        return in_chunks(hidden, self._head.weight, self.module.chunk) and not ambient().autocasts
+        """Return whether there is more than one chunk or none, in a precision that such a loss can have."""
+        chunk = self.module.chunk
+        return (not chunk or in_chunks(hidden, self._head.weight, chunk)) and not ambient().autocasts
 
 
 def _loss_of(structure: Structure) -> tuple[nn.Module | None, Any]:

@@ -224,8 +224,9 @@ class RunSummary(Callback):
         plan: Plan | None = getattr(trainer.strategy, "plan", None)
         if plan is not None and (plan.accumulate > 1 or plan.batch_curve):
             batches = f"{plan.accumulate} micro-batches of " if plan.accumulate > 1 else ""
+            parts = f" in {plan.parts} parts" if plan.parts > 1 else ""
             chosen = f", chosen from {len(plan.batch_curve)} sizes" if plan.batch_curve else ""
-            facts["batch size"] = f"{batches}{plan.batch_size}{chosen}"
+            facts["batch size"] = f"{batches}{plan.batch_size}{parts}{chosen}"
         return facts
 
     @property

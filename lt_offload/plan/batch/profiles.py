@@ -10,7 +10,7 @@ import math
 from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
-from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
+from lt_offload.schema.profile import COLLECTED_BELOW, BlockProfile, OptionProfile, Profile, TensorProfile
 
 Part = TypeVar("Part")
 
@@ -98,3 +98,60 @@ def _empty(profile: Profile) -> Profile:
         for block in profile.blocks
     )
     return replace(profile, batch_size=0, blocks=tuple(blocks))
+
+
+def in_parts(profile: Profile, count: int) -> Profile:
+    """Return ``profile`` as it would be about if the batch went through each block in ``count`` parts.
+
+    Memory that one part at a time needs shrinks with it; the gradients of a block stay until its last part is over. The
+    output projection takes the whole batch.
+    """
+    if count == profile.parts:
+        return profile
+    blocks = tuple(
+        block if block.kind == "head" else _in_parts(block, profile, index, count)
+        for index, block in enumerate(profile.blocks)
+    )
+    return replace(profile, parts=count, blocks=blocks)
+
+
+def _in_parts(block: BlockProfile, profile: Profile, index: int, count: int) -> BlockProfile:
+    ratio = profile.parts / count
+    sizes = [tensor.bytes for tensor in profile.tensors if tensor.trainable and index in tensor.blocks]
+    large = [size for size in sizes if size >= COLLECTED_BELOW]
+    # Large gradients leave one by one; with several parts all are complete with the last, and are there together.
+    together = sum(large) - max(large, default=0)
+    gradients = together * ((count > 1) - (profile.parts > 1))
+
+    saved = max((option.saved_bytes for option in block.options if option.name == "keep"), default=0)
+
+    def cut(option: OptionProfile) -> OptionProfile:
+        moved = option.offload_bytes if option.name in ("offload", "mixed") else 0
+
+        def peak(size: int, *, rebuilt: int = 0, more: int = 0) -> int:
+            fixed = min(moved + rebuilt, size)  # is there for all parts
+            return max(0, fixed + math.ceil((size - fixed) * ratio) + more)
+
+        return replace(
+            option,
+            forward_peak_bytes=peak(option.forward_peak_bytes),
+            backward_peak_bytes=peak(
+                option.backward_peak_bytes, rebuilt=saved if option.name == "discard" else 0, more=gradients
+            ),
+            held_peak_bytes=None,
+            passing_peak_bytes=None,
+            before_loss_bytes=None,
+        )
+
+    return replace(block, launch_s=block.launch_s / ratio, options=tuple(map(cut, block.options)))
+
+
+def layer_major(profile: Profile, window: int) -> Profile:
+    """Return the profile of one batch that has all samples of ``window`` micro-batches, taken in as many parts."""
+    return in_parts(scaled(profile, profile.batch_size * window), profile.parts * window)
+
+
+def micro_batch_major(profile: Profile) -> Profile:
+    """Return the profile of one part of the batch of ``profile``, as a batch of its own."""
+    size = math.ceil(profile.batch_size / profile.parts)
+    return scaled(in_parts(profile, 1), size)

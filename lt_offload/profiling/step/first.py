@@ -43,7 +43,7 @@ from lt_offload.profiling.optimizer import UpdateSizes
 from lt_offload.profiling.step.allowed import WrittenWeights, runnable
 from lt_offload.profiling.step.boundary_check import BoundaryCheck, mark_reached
 from lt_offload.profiling.step.capture import Capture, find_loss, in_turn
-from lt_offload.profiling.step.logits import AfterLoss, LogitsWatch, Tail
+from lt_offload.profiling.step.logits import AfterLoss, LogitsWatch, Tail, calls_with_loss
 from lt_offload.profiling.step.model_call import ModelCall
 from lt_offload.schema.profile import Profile
 
@@ -289,8 +289,8 @@ class FirstStep:
             )
         largest = max(forwards, key=lambda visits: sum(map(calls.input_bytes_of, visits)))
         last = calls.calls[largest[-1]]
-        in_chunks = isinstance(last.module, HeadLoss)
-        if in_chunks and len(forwards) > 1:
+        with_loss = isinstance(last.module, HeadLoss)
+        if with_loss and len(forwards) > 1:
             raise limits.LOSS_IN_CHUNKS.error(f"a step calls the model {len(forwards)} times")
         others = {at for at, index in enumerate(self._called) if index not in order}
         calls.settle()
@@ -312,7 +312,7 @@ class FirstStep:
             lasting=self._bytes(lasting) + calls.retained_bytes(),
             tail=tail,
             after=self.after.tail,
-            with_loss={"chunked": last} if in_chunks else self.watch.calls(last),
+            with_loss=calls_with_loss(last) if with_loss else self.watch.calls(last),
             forwards=len(forwards),
             deferred=len(waiting),
             waiting=sum(calls.waiting_bytes(visits) for visits in waiting)

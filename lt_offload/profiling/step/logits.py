@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,18 @@ class AfterLoss:
         return sum(nbytes for serial, nbytes in self._account.live().items() if serial not in self._others)
 
 
+def calls_with_loss(call: Call) -> dict[OptionName, Call]:
+    """Return the calls of the last block and the loss that a plan may choose from, where a step may have ``call``."""
+    both = call.module
+    assert isinstance(both, HeadLoss)
+    if both.chunk:
+        return {"chunked": call}
+    chunk = chunk_tokens(both.head.out_features)
+    if not in_chunks(call.leaves[0], both.head.weight, chunk):
+        return {"fused": call}
+    return {"fused": call, "chunked": replace(call, module=HeadLoss(both.head, chunk))}
+
+
 class LogitsWatch(WatchingMode):
     """Observes uses of the last block's output, from its return to the end of the run.
 
@@ -175,14 +187,10 @@ class LogitsWatch(WatchingMode):
         assert type(head) is torch.nn.Linear
         if vocabulary != head.out_features or call.contexts.autocasts:
             return {}
-        chunk = chunk_tokens(vocabulary)
-        sizes: dict[OptionName, int] = {"fused": 0}
-        if in_chunks(call.leaves[0], head.weight, chunk):
-            sizes["chunked"] = chunk
         leaves, spec = tree_flatten(((call.leaves[0], labels), others | {"scaling": self._scaling}))
-        return {
-            name: Call(
-                module=HeadLoss(head, size),
+        return calls_with_loss(
+            Call(
+                module=HeadLoss(head),
                 leaves=leaves,
                 spec=spec,
                 slots=(0,),
@@ -191,8 +199,7 @@ class LogitsWatch(WatchingMode):
                 contexts=call.contexts,
                 reached={0},
             )
-            for name, size in sizes.items()
-        }
+        )
 
     def _loss(self, loss: Callable[..., Any], logits: Tensor, labels: Any, vocab_size: int, **options: Any) -> Any:
         # Not watched meanwhile: what the loss itself does with the logits is the use that is looked for.

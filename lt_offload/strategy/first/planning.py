@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,12 +28,14 @@ from lt_offload.execute.engine import Engine
 from lt_offload.execute.installed import install
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.updates.window import CarriedWindow
+from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.model.batch import Size
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.optimizers import with_more
-from lt_offload.model.parts import check_micro_batches
+from lt_offload.model.parts import check_micro_batches, extent
 from lt_offload.plan import Settings, make_plan
-from lt_offload.plan.orders import choose_parts, compared
+from lt_offload.plan.batch.choose import choose_parts
+from lt_offload.plan.orders import compared
 from lt_offload.profiling.hardware import free_memory
 from lt_offload.schema.explain import brief
 from lt_offload.schema.files import from_json
@@ -41,7 +44,7 @@ from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replay
 from lt_offload.strategy.batch_size import warn_of_change
 from lt_offload.strategy.first.growing import Carried, Growth
-from lt_offload.strategy.first.survey import FirstIteration
+from lt_offload.strategy.first.survey import FirstIteration, early_loss
 from lt_offload.strategy.replan import LEAST_S, Replanning, follow, planning
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.processes import Processes
@@ -285,26 +288,36 @@ class Planning(Processes):
 
     def _watch(self) -> FirstIteration:
         """Be ready for a step without a plan, whose hooks before it have all been called by now."""
+        assert self._first is not None
+        tokens = prod(extent(self._first[0]))
         known, budget = self._ready()
+        structure = self._structure()
+        parts, loss = self._order_of_sums(structure, tokens, budget)
         self._watched = FirstIteration(
             self.root_device,
             self.settings,
             self._module,
-            self._structure(),
+            structure,
             self._optimizer,
             known,
             partial(self._plan_watched, known),
-            order=self._order_of_sums(),
+            parts=parts,
+            loss=loss,
             budget=budget,
             say=self.say,
         )
         return self._watched
 
-    def _order_of_sums(self) -> tuple[int, int | None]:
+    def _order_of_sums(self, structure: Structure, tokens: int, budget: int) -> tuple[int, LossInBlock | None]:
         """Return the order of sums in a step without a plan: that of the run's plan, as far as it is known.
 
-        That is: the parts of the batch, which go through each block in turn, and the tokens that the output projection
-        and the loss take at a time, 0: as many as suit; None: the model's own loss takes all of them.
+        That is: the parts of the batch, which go through each block in turn, and what computes the output projection
+        and the loss together; None: the model's own loss takes all logits.
+
+        Args:
+            structure: candidates for the model's blocks.
+            tokens: of the batch.
+            budget: bytes of the device.
         """
         before, plan = self.run_before, self._carried.plan if self._carried is not None else None
         if self.plan_path is not None:
@@ -314,10 +327,13 @@ class Planning(Processes):
                 plan = from_json(Plan, before.plan, source="the checkpoint's plan", schema=PLAN_SCHEMA)
         # Where the number of parts is yet to be chosen, the step has one.
         parts = plan.parts if plan is not None else before.micro_batches or 1
-        chunk = 0 if self.settings.chunked_loss else None
         if plan is not None and plan.chunk_tokens:
-            chunk = plan.chunk_tokens
-        return parts if self.micro_batches == "auto" else self.micro_batches, chunk
+            loss = LossInBlock.early(structure, plan.chunk_tokens)
+        elif self.settings.chunked_loss:
+            loss = LossInBlock.early(structure, None)
+        else:
+            loss = early_loss(structure, tokens, budget, self.root_device)
+        return parts if self.micro_batches == "auto" else self.micro_batches, loss
 
     def _plan_watched(self, known: Profile | None, first: FirstIteration) -> Passes:
         """Plan for the step whose backward has come to the first block, and let the plan's engine go on with that."""

@@ -11,7 +11,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import torch
@@ -24,8 +26,10 @@ from lt_offload.compat.lightning import before_transfer, data_source
 from lt_offload.errors import ConfigError
 from lt_offload.machine.forked import in_a_fork
 from lt_offload.model.batch import Size
+from lt_offload.model.parts import extent
 from lt_offload.model.snapshot import untouched as kept
 from lt_offload.schema.profile import Profile
+from lt_offload.strategy.first.survey import early_loss
 
 BATCH_METHODS = ("worst_case_batch", "sample_batch")
 """Methods of the module or the datamodule that may return the batch to plan for, best the largest that will come."""
@@ -166,6 +170,9 @@ def measure(
             device=strategy.root_device,
             blocks=strategy.blocks,
             micro_batches=micro_batches,
+            loss=partial(
+                early_loss, tokens=prod(extent(sample.batch)), budget=strategy._budget, device=strategy.root_device
+            ),
             **known,
             run=lambda batch: _step(strategy, batch, sample.index),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),

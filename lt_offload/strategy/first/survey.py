@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload.execute import installed
@@ -30,6 +30,21 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 1 << 30
 """Bytes of activations that wait on the host at most, where blocks may run again: to lock more takes seconds."""
+_OF_LOGIT = 16
+"""Bytes that a model's own loss takes for a logit: logits, in fp32, too, their logarithms, and gradients of both."""
+
+
+def early_loss(structure: Structure, tokens: int, budget: int, device: torch.device) -> LossInBlock | None:
+    """Return what computes the last block and the loss in a step without a plan, where that has to save memory.
+
+    None if the model's own loss of so many ``tokens`` may fit within ``budget`` bytes of a GPU. Plans compute the same
+    numbers in a fraction of that, so that it says nothing about them.
+    """
+    weight = getattr(structure.blocks[-1].module, "weight", None)
+    if device.type != "cuda" or not isinstance(weight, Tensor):
+        return None
+    fits = _OF_LOGIT * tokens * len(weight) + 2 * weight.nbytes < budget
+    return None if fits else LossInBlock.early(structure, 0)
 
 
 class FirstIteration:
@@ -43,7 +58,8 @@ class FirstIteration:
         optimizer: its optimizer.
         known: an earlier profile, for the machine and the cost of updates.
         plan: is called when the backward comes to the first block; installs the plan's engine and returns its passes.
-        order: of sums: the parts of the batch, and the tokens that the loss takes at a time, None: all of them.
+        parts: of the batch, which go through each block in turn.
+        loss: computes the last block together with the loss; None: the model does.
         budget: bytes of the device.
         say: is told what is being measured.
     """
@@ -58,13 +74,13 @@ class FirstIteration:
         known: Profile | None,
         plan: Callable[[FirstIteration], Passes],
         *,
-        order: tuple[int, int | None],
+        parts: int,
+        loss: LossInBlock | None,
         budget: int,
         say: Callable[[str], None],
     ) -> None:
         self._module, self._root_device = module, root_device
         machine = measure_machine(module, optimizer, root_device, say=say, **replay.as_measured(known, optimizer))
-        parts, chunk = order
         self.step = FirstStep(
             module,
             structure,
@@ -72,7 +88,7 @@ class FirstIteration:
             root_device,
             machine,
             parts=parts,
-            loss=None if chunk is None else LossInBlock.in_chunks(structure, chunk),
+            loss=loss,
             say=say,
         )
         move_rest(module, structure, root_device)

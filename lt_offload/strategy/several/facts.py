@@ -44,6 +44,7 @@ def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict
         "the optimizer": type(optimizer).__name__,
         "the number of parameters in the optimizer": sum(len(group["params"]) for group in optimizer.param_groups),
         "batch_size": strategy.batch_size,
+        "max_batch_size": strategy.max_batch_size,
         "micro_batches": strategy.micro_batches,
         "plan": None if strategy.plan_path is None else str(strategy.plan_path),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lt_offload import OffmateStrategy
+from lt_offload import OffmateStrategy, micro_batched_reference
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
+from lt_offload.plan import BatchChoice, Choices, Settings, make_plan
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import batch_size
@@ -87,6 +90,44 @@ def test_a_run_of_the_chosen_size(memory: str) -> None:
     (chosen,) = [point for point in run.trainer.strategy.plan.batch_curve if point.reason == "chosen"]
     assert chosen.batch_size == size
     assert max(point.batch_size for point in run.trainer.strategy.plan.batch_curve) <= ROWS
+
+
+def test_a_run_in_parts_and_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def split(profile_at: Any, settings: Settings, choices: Choices, **others: Any) -> BatchChoice:
+        assert choices == Choices(most=3, parts="auto")
+        profile = profile_at(2, 2)
+        return BatchChoice(
+            profile=profile, plan=make_plan(profile, replace(settings, accumulate=2)), curve=(), why="so"
+        )
+
+    monkeypatch.setattr(batch_size, "choose_batch", split)
+    run = fit(auto(micro_batches="auto", max_batch_size=3), scheduled(shuffle=False), max_epochs=1)
+    assert (run.trainer.strategy.plan.parts, run.trainer.accumulate_grad_batches) == (2, 2)
+    plain = scheduled(shuffle=False, batch_size=2)
+    with micro_batched_reference(plain.model, 2):
+        stock = fit("auto", plain, accumulate_grad_batches=2, max_epochs=1)
+    assert differences(stock, run) == []
+    run.trainer.save_checkpoint(tmp_path / "split.ckpt")
+    monkeypatch.setattr(batch_size, "choose_batch", no_choice)
+    resumed = fit(auto(micro_batches="auto"), scheduled(shuffle=False), ckpt=tmp_path / "split.ckpt")
+    assert (resumed.module.batch_size, resumed.trainer.accumulate_grad_batches) == (2, 2)
+
+
+def test_a_measured_step_in_the_memory_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose memory all logits would not fit in, the loss is measured as plans compute it."""
+    monkeypatch.setattr(sample, "early_loss", lambda structure, **others: LossInBlock.early(structure, 0))
+    run = fit(auto(max_batch_size=2), scheduled(dropout=0.1), max_epochs=1)
+    size, profile = size_of(run), run.trainer.strategy.profile
+    assert [option.name for option in profile.blocks[-1].options] == ["fused"]
+    plain = fit("auto", scheduled(dropout=0.1, batch_size=size), max_epochs=1)
+    assert differences(plain, run) == []
+
+
+def test_samples_that_are_given_and_more_than_the_bound() -> None:
+    with pytest.raises(ConfigError, match="max_batch_size=3 is less than the 4 samples per update that batch_size=2 "):
+        fit(auto(max_batch_size=3), scheduled(batch_size=2), accumulate_grad_batches=2)
+    with pytest.raises(ConfigError, match=r"micro_batches=4 is more than the 3 samples .* set micro_batches=3 or less"):
+        fit(auto(max_batch_size=3, micro_batches=4), scheduled())
 
 
 def test_loaders_with_generators_of_their_own() -> None:

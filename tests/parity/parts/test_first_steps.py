@@ -7,16 +7,21 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lt_offload import OffmateStrategy, micro_batched_reference
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.run import BlockRun
+from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.model import head
-from lt_offload.plan.orders import PartsChoice
+from lt_offload.model.blocks import find_blocks
+from lt_offload.plan import BatchChoice
 from lt_offload.profiling.step.first import FirstStep
 from lt_offload.schema.plan import Plan
+from lt_offload.strategy.first.planning import Planning
+from lt_offload.strategy.first.survey import early_loss
 from tests.parity.engine.test_head import CHUNK, use_reference
 from tests.support.trainers import Module, Run, differences, fit, tight
 
@@ -90,18 +95,37 @@ class Half(Module):
 
 
 def test_a_number_that_is_chosen_by_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def two(measure: Any, settings: Any) -> PartsChoice:
+    def two(measure: Any, settings: Any) -> BatchChoice:
         from lt_offload.plan import make_plan
 
         measure(1)
         profile = measure(2)
-        return PartsChoice(profile=profile, plan=make_plan(profile, settings))
+        return BatchChoice(profile=profile, plan=make_plan(profile, settings), curve=(), why="")
 
     monkeypatch.setattr("lt_offload.strategy.first.planning.choose_parts", two)
     plain = fit("auto", made(Half), max_epochs=1)
     run, plan = trained(Half, micro_batches="auto")
     assert plan.parts == 2
     assert differences(plain, run) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_whose_logits_do_not_all_fit_beside_their_logarithms(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU of little memory the first step computes the loss as plans do, with the same numbers."""
+    plain = fit("auto", made(), **window_of(way))
+    monkeypatch.setattr(Planning, "_order_of_sums", lambda self, structure, *_: (1, LossInBlock.early(structure, 0)))
+    run, plan = trained(way=way)
+    assert plan.options[-1] == "fused"
+    assert differences(plain, run) == []
+
+
+def test_the_loss_saves_memory_only_on_a_gpu_where_all_logits_would_not_fit() -> None:
+    structure, gpu = find_blocks(made().model), torch.device("cuda")
+    saving = early_loss(structure, 64, 10**5, gpu)
+    assert saving is not None
+    assert saving.module.chunk == 0, "all tokens at once: plain PyTorch's numbers"
+    assert early_loss(structure, 64, 10**9, gpu) is None
+    assert early_loss(structure, 64, 10**5, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -55,8 +55,10 @@ def test_more_parts_than_samples() -> None:
 
 
 def test_a_batch_size_that_is_looked_for() -> None:
-    with pytest.raises(ConfigError, match="micro_batches=2 cannot be combined with batch_size='auto'"):
-        OffmateStrategy(micro_batches=2, batch_size="auto")
+    with pytest.raises(ConfigError, match="max_batch_size=8 bounds what batch_size='auto' chooses, and batch_size=4"):
+        OffmateStrategy(batch_size=4, max_batch_size=8)
+    with pytest.raises(ConfigError, match="max_batch_size=0 must be at least 1"):
+        OffmateStrategy(batch_size="auto", max_batch_size=0)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,18 @@ def test_a_plan_needs_no_report_to_be_quick(recipe: str, capsys: pytest.CaptureF
     assert "planning with" not in capsys.readouterr().err
 
 
+def test_an_update_is_chosen_with_its_parts(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = [arg for name in ("batch_size", "micro_batches") for arg in (f"--trainer.strategy.{name}", "auto")]
+    bound = ["--trainer.strategy.max_batch_size", "4", "--trainer.strategy.solver_time_limit", "2"]
+    assert main(["plan", recipe, *CARD, *auto, *bound, "--save", "plan.json"]) == 0
+    plan, said = Plan.load("plan.json"), " ".join(capsys.readouterr().out.split())
+    assert "What binds: " in said
+    assert "Batch sizes:" in said
+    assert plan.batch_size * plan.accumulate <= 4
+    message = "max_batch_size=4 is less than the 6 samples per update"
+    assert message in fails(capsys, "plan", recipe, *CARD, *auto, *bound, "--trainer.accumulate_grad_batches", "3")
+
+
 def test_a_budget_beyond_the_card(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", recipe, *CARD, "--trainer.strategy.memory", "40GB", "--save", "a.json"]) == 0
     assert "rtx-3060-12gb has 12.9 GB, not 40 GB as in the recipe" in capsys.readouterr().err

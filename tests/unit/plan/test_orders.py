@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,12 @@ import pytest
 import lt_offload
 from lt_offload import InfeasibleError, UnsupportedError
 from lt_offload.plan import Settings, make_plan
-from lt_offload.plan.orders import choose_parts, compared, in_parts, layer_major, micro_batch_major
+from lt_offload.plan.batch.choose import choose_parts
+from lt_offload.plan.batch.profiles import in_parts, layer_major, micro_batch_major
+from lt_offload.plan.orders import compared
+from lt_offload.schema.explain import BINDS, brief
 from lt_offload.schema.profile import Profile
+from tests.unit.plan.test_batch import affine
 
 TOKENS = 64
 
@@ -42,6 +47,11 @@ def least(profile: Profile, **settings: Any) -> int:
         make_plan(profile, Settings(memory=1, **settings))
     assert error.value.needed_bytes is not None
     return error.value.needed_bytes
+
+
+def added(notes: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
+    """Return the new notes but that about what binds."""
+    return [note for note in notes[len(before) :] if not note.startswith(BINDS)]
 
 
 @pytest.mark.slow
@@ -94,15 +104,15 @@ def test_weights_that_travel_over_a_slow_link_make_layer_by_layer_faster() -> No
     once = make_plan(whole, Settings(memory=memory, time_limit=3))
     assert often.predicted.iteration_s > 1.4 * once.predicted.iteration_s
     settings = replace(settings, memory=memory)
-    (said,) = set(compared(often, part, settings).notes) - set(often.notes)
+    (said,) = added(compared(often, part, settings).notes, often.notes)
     assert said.startswith("layer-major (micro_batches=8 with batches of 8 samples) would take at least")
     assert "at best" in said
     assert "; it was not planned; set batch_size=8, micro_batches=8 " in said
-    (said,) = set(compared(often, part, settings, thorough=True).notes) - set(often.notes)
+    (said,) = added(compared(often, part, settings, thorough=True).notes, often.notes)
     assert said.startswith("layer-major (micro_batches=8 with batches of 8 samples) would take about")
     assert "times as fast as this plan" in said
     assert "; set batch_size=8, micro_batches=8 and accumulate_grad_batches=1 for it: " in said
-    (said,) = set(compared(once, whole, Settings(memory=memory, time_limit=3)).notes) - set(once.notes)
+    (said,) = added(compared(once, whole, Settings(memory=memory, time_limit=3)).notes, once.notes)
     assert said.startswith("micro-batch by micro-batch (accumulate=8 with batches of 1 samples) would take at least")
     assert "this plan is" in said
     assert "set " not in said
@@ -114,6 +124,28 @@ def test_an_order_that_does_not_fit_is_said() -> None:
     plan = make_plan(part, settings)
     said = compared(plan, part, settings).notes[-1]
     assert said == "layer-major (micro_batches=16 with batches of 128 samples) was priced, too: no plan of it fits"
+
+
+@pytest.mark.parametrize("memory", [6_000, 9_000])
+def test_a_larger_update_is_named_where_it_is_worth_it(memory: int) -> None:
+    at, settings = affine(8, once=0.1, each=1.0), Settings(memory=memory)
+    plan = make_plan(at(1), settings)
+    (said,) = set(compared(plan, at(1), settings).notes) - set(plan.notes)
+    assert said.startswith(f"{BINDS}copies to device, ")
+    named = re.search(r"about ([\d.]+) times the tokens per second with (\d+) tokens .*: batch_size=(\d+) ", said)
+    assert named is not None, said
+    size = int(named[3])
+    assert int(named[2]) == size * plan.sequence_length
+    larger = make_plan(at(size), settings)
+    # Plans of larger updates are nearer to their programs, so that the estimate promises too little.
+    assert 0.95 <= larger.samples_per_s / plan.samples_per_s / float(named[1]) <= 1.4
+    assert "What binds: copies to device, " in " ".join(brief(compared(plan, at(1), settings)).split())
+
+
+def test_no_larger_update_is_named_where_computing_binds() -> None:
+    profile = affine(8, each=4.0)(1)
+    plan = make_plan(profile, Settings(memory=10**6))
+    assert compared(plan, profile, Settings(memory=10**6)).notes[-1] == f"{BINDS}compute, 100% busy"
 
 
 # -- auto -------------------------------------------------------------------------------------------------------------
@@ -131,8 +163,8 @@ def test_the_number_of_parts_that_fits_is_chosen_and_measured() -> None:
     choice = choose_parts(measure, Settings(memory=memory, time_limit=4))
     assert asked == [1, choice.plan.parts]
     assert choice.plan.parts == choice.profile.parts > 1
-    assert f"micro_batches={choice.plan.parts} was chosen" in choice.plan.notes[-1]
-    assert "1: does not fit" in choice.plan.notes[-1]
+    assert choice.why == choice.plan.notes[-1]
+    assert choice.why.startswith(f"batch_size=8, micro_batches={choice.plan.parts} gives ")
 
 
 @pytest.mark.slow
@@ -149,5 +181,5 @@ def test_a_model_that_cannot_be_cut_takes_whole_batches() -> None:
     settings = Settings(memory=int(1.2 * least(measure(1))), time_limit=4, activation_offload=False)
     choice = choose_parts(measure, settings)
     assert choice.plan.parts == 1
-    with pytest.raises(UnsupportedError, match="depend on each other"):
+    with pytest.raises(InfeasibleError, match="memory=.* is enough"):
         choose_parts(measure, replace(settings, memory=int(0.9 * least(measure(1)))))

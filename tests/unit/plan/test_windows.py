@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan import Plan, check, choose_batch, simulate, solve
+from lt_offload.plan import Choices, Plan, check, choose_batch, simulate, solve
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
@@ -190,15 +190,16 @@ def test_broken_windows_are_refused() -> None:
 def test_micro_batches_are_chosen_for_a_window_and_split_where_the_samples_are_given() -> None:
     made: list[int] = []
 
-    def at(size: int) -> Profile:
+    def at(size: int, parts: int) -> Profile:
         made.append(size)
         return scaled(small_profile(), size, None)
 
-    found = choose_batch(at, Settings(memory=60_000, accumulate=4, time_limit=1), most=8)
+    settings = Settings(memory=60_000, time_limit=1)
+    found = choose_batch(at, settings, Choices(most=8, accumulate=4))
     assert found.plan.window == 4
-    assert found.plan.batch_size == found.batch_size <= 8
+    assert found.plan.batch_size == found.batch_size <= 2
     made.clear()
-    found = choose_batch(at, Settings(memory=60_000, accumulate=4, time_limit=1), most=100, effective=12)
+    found = choose_batch(at, settings, Choices(most=100, samples=12))
     assert 12 % found.batch_size == 0
     assert set(made) <= {1, 2, 3, 4, 6, 12}
     assert found.plan.window == 12 // found.batch_size
