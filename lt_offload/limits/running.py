@@ -25,8 +25,9 @@ LOGITS = while_running(
 )
 LOSS_IN_CHUNKS = while_running(
     "chunked_loss with a step that calls the model several times with gradients, or uses its logits after the loss",
-    why="the projection and the loss are computed together, a few tokens at a time, so that all logits never exist",
-    instead="leave out chunked_loss",
+    why="the projection and the loss are computed together, so that all logits never exist; a first step does so without "
+    "chunked_loss, too, where a GPU would have no room for the logits",
+    instead="leave out chunked_loss; if it is not set, set more memory or a smaller batch",
 )
 SHARED_CAST = while_running(
     "a weight that several blocks (with micro_batches: parts) compute with under torch.autocast, which keeps its casts",
