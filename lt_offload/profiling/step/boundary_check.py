@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -178,9 +178,10 @@ class BoundaryCheck:
         return out
 
     def _run_twice(self, index: int, call: Call, forward: Callable[[], Any], arguments: _Versions) -> Any:
-        """Run a block without a graph, and once more with one from the state that it had; return the second output.
+        """Run a block with a graph, and once more without one from the state that it had; return the first output.
 
         Of blocks of one kind the first that runs twice shows what holds for all, unless it draws or leaves a trace.
+        Another one of its kind runs twice if it calls other operations, as a number among its attributes may tell it.
 
         One that has hooks of users inside, or that fails without a graph, has to run once. One whose numbers are others
         without a graph (torch chooses kernels by that) always has to run with one. Bits alone would not tell: two
@@ -188,111 +189,97 @@ class BoundaryCheck:
         have to call the same operations.
 
         Raises:
-            UnsupportedError: if outputs differ by a bit even so, or the block writes to its input.
+            UnsupportedError: if outputs differ by a bit even with a graph, or the block writes to its input.
         """
-        block, self._rest, known = self._blocks[index], Rest([]), id(call) in self._compared
-        if call.compiled or (known and not has_values(call)) or isinstance(call.module, HeadLoss):
+        block, self._rest, known = self._blocks[index], Rest([]), self._compared.get(id(call))
+        if call.compiled or (known is not None and not has_values(call)) or isinstance(call.module, HeadLoss):
             return self._run_kept(index, call, forward)  # always with a graph, or all that can be known is known
         hook = InnerHooks(block.name, block.module).find()
-        if hook is not None:
-            return self._run_only_once(index, call, forward, hook)
-        if call.contexts.modes:
-            return self._run_only_once(index, call, forward, f"it runs within {call.contexts.modes[-1]}")
-        effects = Effects(block.module, watched=3 if has_values(call) else 0)
-        if known:
-            return self._run_as_kind(index, call, forward, effects)
-        # Both runs draw the same numbers: otherwise dropout alone would make their outputs differ.
+        if hook is not None or call.contexts.modes:
+            out = self._run_kept(index, call, forward)
+            self._runs_once(index, call, "for its hooks", hook or f"it runs within {call.contexts.modes[-1]}")
+            return out
         before_draws = call.draws()
-        with effects.first_run() as before, self._aside(), torch.no_grad(), OperationLog() as operations:
-            try:
-                first, failed = forward(), None
-            except Exception as error:  # whatever users' code raises where there is no graph
-                first, failed = None, error
-        call.draw_from(before_draws)
+        watched = 3 if has_values(call) else 0
+        with Effects(block.module, watched=watched).first_run() as before, OperationLog() as operations:
+            out = self._run_kept(index, call, forward)
+        self._rest = before.rest
         if call.seen is None:
             call.seen, call.held_bytes, call.copied_bytes = before.rest, before.held_bytes, before.copied_bytes
-        # In place and for good: the run with a graph, which is the one that stays, begins where this one began.
-        before.undo()
-        self._rest = before.rest
-        if call.contexts.autocasts:
-            torch.clear_autocast_cache()  # casts of weights without a graph would be taken for the run with one
-        if failed is not None:
-            return self._run_only_once(index, call, forward, f"without gradients it raises {failed!r}")
-        if _any_written(arguments):
+        if known is not None and before.changed:
+            self.once.setdefault(index, "as its forward changes it, unlike others of its kind")
+        elif _any_written(arguments):
             self._note_rewritten(index, "an argument")
-            return self._run_kept(index, call, forward)
-        with OperationLog() as with_graph:
-            out = self._run_kept(index, call, forward)
-        if operations.called != with_graph.called:
-            _log.info("block %s always runs with a graph: without one torch calls other operations", block.name)
+        elif known is None or operations.called != known[1]:
+            self._compare(index, call, forward, out, operations.called, before, before_draws)
+            # What draws may have been left out this time, and what has changed itself is another block the next time.
+            alike = not has_values(call) or (not before.changed and all(map(torch.equal, before_draws, call.draws())))
+            if alike and known is None and index not in self.once:
+                self._compared[id(call)] = call, operations.called
+        return out
+
+    def _compare(
+        self,
+        index: int,
+        call: Call,
+        forward: Callable[[], Any],
+        out: Any,
+        operations: list[str],
+        before: Snapshot,
+        before_draws: list[Tensor],
+    ) -> None:
+        """Compare a run with a graph, which has returned ``out`` and called ``operations``, with further ones."""
+
+        def again(*, graph: bool) -> Any:
+            return self._repeat(call, forward, before, before_draws, graph=graph)
+
+        try:
+            with OperationLog() as without_graph:
+                other = again(graph=False)
+        except Exception as error:  # whatever users' code raises where there is no graph
+            why = f"without gradients it raises {error!r}"
+            self._runs_once(index, call, f"as {why}", why)
+            return
+        if operations != without_graph.called:
+            name = self._blocks[index].name
+            _log.info("block %s always runs with a graph: without one torch calls other operations", name)
             call.other_kernels = True
-        if has_values(call) and not _equal(first, out):
+        if has_values(call) and not _equal(other, out):
             # Kernels that add in no fixed order do not repeat their own bits: then nothing can be said, and with a
             # graph both runs are at least of the same kernels. That is always right, and takes some memory.
             call.other_kernels = True
-            if _repeats(call):
-                again = self._repeat(call, forward, before, before_draws)
-                if not _equal(again, out):
-                    name = self._blocks[index].name
-                    raise limits.OTHER_SECOND_RUN.error(f"block {name} gave other numbers when it ran again")
+            if _repeats(call) and not _equal(again(graph=True), out):
+                name = self._blocks[index].name
+                raise limits.OTHER_SECOND_RUN.error(f"block {name} gave other numbers when it ran again")
         kept = kept_by_functions(out) if has_values(call) and _repeats(call) else []
-        if kept and kept_by_functions(self._repeat(call, forward, before, before_draws)) != kept:
+        if kept and kept_by_functions(again(graph=True)) != kept:
             why = "what its autograd.Function keeps for the backward changes from run to run"
             _log.info("block %s runs once per iteration: %s", self._blocks[index].name, why)
             self.once.setdefault(index, f"as {why}")
-        # What draws may have been left out this time, and what has changed itself is another block the next time.
-        alike = not has_values(call) or (not before.changed and all(map(torch.equal, before_draws, call.draws())))
-        if alike and index not in self.once:
-            self._compared[id(call)] = call, with_graph.called
-        return out
-
-    def _run_as_kind(self, index: int, call: Call, forward: Callable[[], Any], effects: Effects) -> Any:
-        """Run a block with a graph: two runs of another one of its kind have left no trace and were compared.
-
-        One that calls other operations, as a number among its attributes may tell it to, is compared, too.
-        """
-        before_draws = call.draws()
-        with effects.first_run() as before, OperationLog() as operations:
-            out = self._run_kept(index, call, forward)
-        self._rest = before.rest
-        if before.changed:
-            self.once.setdefault(index, "as its forward changes it, unlike others of its kind")
-        elif operations.called != self._compared[id(call)][1]:
-            try:
-                with OperationLog() as without_graph:
-                    again = self._repeat(call, forward, before, before_draws, graph=False)
-            except Exception as error:  # whatever users' code raises where there is no graph
-                self.once.setdefault(index, f"as without gradients it raises {error!r}")
-                return out
-            if without_graph.called != operations.called or not _equal(again, out):
-                call.other_kernels = True
-        return out
 
     def _repeat(
-        self,
-        call: Call,
-        forward: Callable[[], Any],
-        before: Snapshot,
-        before_draws: list[Tensor],
-        *,
-        graph: bool = True,
+        self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor], *, graph: bool
     ) -> Any:
         """Run a block once more, from the state that it had and with the same draws."""
         after_draws = call.draws()
         call.draw_from(before_draws)
-        with before.restored(graph=graph), self._aside(), torch.set_grad_enabled(graph):
-            again = forward()
-        call.draw_from(after_draws)
-        return again
+        with ExitStack() as stack:
+            if call.contexts.autocasts:  # casts of weights without a graph would be taken for those of a run with one
+                torch.clear_autocast_cache()
+                stack.callback(torch.clear_autocast_cache)
+            stack.enter_context(before.restored(graph=graph))
+            stack.enter_context(self._aside())
+            stack.enter_context(torch.set_grad_enabled(graph))
+            stack.callback(call.draw_from, after_draws)
+            return forward()
 
-    def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
-        out = self._run_kept(index, call, forward)  # an error that has nothing to do with gradients is raised here
+    def _runs_once(self, index: int, call: Call, reason: str, why: str) -> None:
+        """Note that a block runs once per iteration, for a ``reason`` in the words of errors; ``why``: of the log."""
         if not call.has_backward:
             call.other_kernels = True  # nothing will ask it to run again, and plain PyTorch has gradients on
-            return out
+            return
         _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
-        self.once[index] = "for its hooks"
-        return out
+        self.once.setdefault(index, reason)
 
     def find_rewritten(self) -> None:
         """Find blocks whose arguments or buffers somebody has written to by now: these run once, too."""
