@@ -131,20 +131,6 @@ def _on_stream(work: Piece, device: torch.device, times: int) -> Piece:
 # -- links ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Links:
-    """Copy speeds between host and device, in bytes per second."""
-
-    h2d_alone: float
-    d2h_alone: float
-    h2d: float
-    """While the other direction is busy."""
-    d2h: float
-    """While the other direction is busy."""
-    staged: float
-    """The slower direction while both are busy, for host memory that is not page-locked; 0 without CUDA."""
-
-
 class CopyPair:
     """Buffers in host memory like the engine's and on the device, of ``nbytes`` each, for a copy each way."""
 
@@ -184,10 +170,10 @@ class CopyPair:
         }
 
 
-def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode | None = None) -> Links:
-    """Measure copies, each way alone and both at once; without CUDA between two buffers in RAM.
+def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode | None = None) -> dict[str, Any]:
+    """Return speeds of copies, each way alone and both at once: fields of ``HardwareProfile``.
 
-    Smaller ones than usual, if the device has little memory left.
+    Without CUDA they are between two buffers in RAM; smaller ones than usual, if the device has little memory left.
 
     Args:
         device: where to copy to and from.
@@ -198,7 +184,7 @@ def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode
     return in_what_room(measure, _COPY_BYTES, least=_LEAST_COPY_BYTES)
 
 
-def _measure_links(device: torch.device, pinned: bool, node: MemoryNode, nbytes: int) -> Links:
+def _measure_links(device: torch.device, pinned: bool, node: MemoryNode, nbytes: int) -> dict[str, Any]:
     with ExitStack() as stack:
         copies, staged = CopyPair(device, node, nbytes), 0.0
         cuda = device.type == "cuda"
@@ -211,7 +197,8 @@ def _measure_links(device: torch.device, pinned: bool, node: MemoryNode, nbytes:
         pieces, each = copies.pieces(), nbytes * (_COPIES if cuda else 1)
         alone = {lane: each * paces({lane: piece}, least_s=_LINK_S)[lane] for lane, piece in pieces.items()}
         both = {lane: each * pace for lane, pace in paces(pieces, least_s=_LINK_S).items()}
-    return Links(h2d_alone=alone["h2d"], d2h_alone=alone["d2h"], h2d=both["h2d"], d2h=both["d2h"], staged=staged)
+    speeds = {f"{lane}_alone_bytes_per_s": speed for lane, speed in alone.items()}
+    return speeds | {f"{lane}_bytes_per_s": speed for lane, speed in both.items()} | {"staged_bytes_per_s": staged}
 
 
 def copies_beside(device: torch.device, node: MemoryNode, stack: ExitStack, nbytes: int) -> dict[LaneName, Piece]:
