@@ -104,6 +104,8 @@ def test_more_ram_than_the_machine_or_its_container_has(tmp_path: Path, monkeypa
     (tmp_path / "memory.max").write_text("max")
     check_host_memory(64 * 10**9)
     (tmp_path / "memory.max").write_text("32000000000")
+    (tmp_path / "memory.current").write_text("5000000000")
+    (tmp_path / "memory.stat").write_text("inactive_file 1000\n")
     check_host_memory(32 * 10**9)
     with pytest.raises(ConfigError, match="host_memory=64 GB is more RAM .*: its container may take 32 GB; lower"):
         check_host_memory(64 * 10**9)
