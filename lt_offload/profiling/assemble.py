@@ -51,8 +51,6 @@ Progress = Callable[[str], None]
 class Measured:
     """The costs of a model's blocks, and of the computations outside them."""
 
-    structure: Structure
-    """The blocks as the model calls them."""
     captured: Capture
     costs: list[BlockCost]
     """One per block."""
@@ -72,7 +70,7 @@ def assemble(
     hardware: HardwareProfile,
 ) -> Profile:
     """Return the profile of a model that has been measured."""
-    structure = measured.structure
+    structure = measured.captured.structure
     batch_size, sequence_length = extent(batch)
     gpu = hardware.context_bytes > 0
     # Each counts by the seconds that it takes.
@@ -102,11 +100,7 @@ def assemble(
         blocks=tuple(blocks),
         optimizer=updates,
         hardware=hardware,
-        shared_bytes=measured.captured.between
-        + measured.captured.held
-        + measured.captured.lasting
-        + measured.captured.waiting
-        + measured.captured.arrived
+        shared_bytes=measured.captured.outside
         + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         + storage_bytes(model.buffers())
         # What lies outside the blocks stays on the device with its gradient and its states.
@@ -160,11 +154,7 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
     captured, costs = measured.captured, measured.costs
     profiles: list[BlockProfile] = []
     arrived = 0
-    # The profile counts for all steps what the caller holds of a result, and gradients for earlier blocks. The peak of
-    # the forward keeps the former: until it returns, the caller may hold the last batch's result beside the new one.
-    tail, held = captured.tail, captured.held
-    both = held + captured.arrived
-    tail = replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
+    tail = captured.tail
     for index, (block, call, cost) in enumerate(zip(structure.blocks, captured.calls, costs, strict=True)):
         last = index == len(costs) - 1
         # The previous block's output stays while a block runs that does not take it (a second embedding).

@@ -35,16 +35,16 @@ class Capture:
     """Per block: its activations are the untouched results of the block before."""
     seams: tuple[Seam, ...]
     """Per block: the model's own code before it."""
-    between: int
-    """Bytes that live outside the blocks until the backward: masks, tables, tensors saved between blocks."""
+    outside: int
+    """Bytes outside the blocks that plans count in every step: masks, tables and tensors saved between blocks, which
+    live until the backward; the model's result, which its caller may hold until the next call of the model; what
+    outlives the step (blocks' outputs with the gradients that they retain, all else in an attribute or a list); what
+    deferred forwards keep until their backward (inputs of blocks, gradients of outputs, activations that several blocks
+    are given with their gradients); gradients that the loss itself gives blocks before the last one."""
     once: tuple[bool, ...]
     """Per block: it must not run a second time for its backward, nor without a graph."""
-    held: int
-    """Bytes of the model's result, which its caller may hold until the next call of the model, and of all else from the
-    last block and the loss that outlives the step (in an attribute, or a list)."""
-    lasting: int
-    """Bytes from before the loss that outlive the step: blocks' outputs, and the gradients that they retain."""
     tail: Tail
+    """Without what ``outside`` has of it."""
     after: Tail
     """The same of all that follows the model's own loss, without that loss: other losses, other models."""
     with_loss: Mapping[OptionName, Call]
@@ -53,11 +53,6 @@ class Capture:
     """Calls of the model with gradients; figures of blocks are those of the largest one."""
     deferred: int
     """Number of forwards that another forward follows before their backward."""
-    waiting: int
-    """Bytes that deferred forwards keep until their backward: inputs of blocks, gradients of outputs. With activations
-    that several blocks are given, and their gradients."""
-    arrived: int
-    """Bytes of gradients that the loss itself gives blocks before the last one: they wait for the backward of these."""
 
 
 def find_loss(result: Any) -> Tensor | None:

@@ -295,6 +295,9 @@ class FirstStep:
         others = {at for at, index in enumerate(self._called) if index not in order}
         calls.settle()
         begin = max((visits[-1] + 1 for visits in forwards if visits[-1] < largest[0]), default=0)
+        held_bytes, lasting_bytes = self._bytes(held), self._bytes(lasting) + calls.retained_bytes() + self._arrived
+        deferred_bytes = sum(calls.waiting_bytes(visits) for visits in waiting)
+        deferred_bytes += 2 * sum(calls.several_bytes_of(visits) for visits in forwards)
         self._captured = Capture(
             structure=structure,
             unrecorded=self.boundary.unrecorded,
@@ -306,18 +309,20 @@ class FirstStep:
             calls=tuple(calls.calls[at] for at in largest),
             chained=tuple(calls.chained[at] for at in largest),
             seams=tuple(calls.seam_before(at, others) for at in largest),
-            between=calls.between + self._bytes(self._saved - self._kept),
+            outside=calls.between + self._bytes(self._saved - self._kept) + held_bytes + lasting_bytes + deferred_bytes,
             once=tuple(index in once for index in range(len(structure.blocks))),
-            held=self._bytes(held),
-            lasting=self._bytes(lasting) + calls.retained_bytes(),
-            tail=tail,
+            # The peak of the forward keeps the result: until it returns, the caller may hold the last batch's result
+            # beside the new one.
+            tail=replace(
+                tail,
+                saved=tail.saved - held_bytes,
+                backward_peak=tail.backward_peak - held_bytes - self._arrived,
+                left=tail.left - held_bytes - self._arrived,
+            ),
             after=self.after.tail,
             with_loss={"chunked": last} if in_chunks else self.watch.calls(last),
             forwards=len(forwards),
             deferred=len(waiting),
-            waiting=sum(calls.waiting_bytes(visits) for visits in waiting)
-            + 2 * sum(calls.several_bytes_of(visits) for visits in forwards),
-            arrived=self._arrived,
         )
         self._check_forwards(self.parts)
         self.structure, self.order, self.forwards = structure, order, forwards
@@ -406,9 +411,7 @@ class FirstStep:
                 costs.append(replace(with_loss[0], options=()))
             if device.type == "cuda":
                 readers.measure_on(device, self.meter, say)
-        return Measured(
-            structure=structure, captured=captured, costs=costs, with_loss=with_loss, readers=readers, parts=parts
-        )
+        return Measured(captured=captured, costs=costs, with_loss=with_loss, readers=readers, parts=parts)
 
     def _check_forwards(self, parts: int) -> None:
         if parts > 1 and self.reached().deferred:
@@ -444,7 +447,7 @@ class FirstStep:
 
         They ran as blocks, so that what they save was on the host; from now on they are part of the model's own code.
         """
-        seams, between = list(captured.seams), captured.between
+        seams, outside = list(captured.seams), captured.outside
         for at, call in captured.others:
             with self.stage(call.module), call.as_called(), silenced(call.module):
                 keep = measure_block(call, self.meter, once=True).options[0]
@@ -456,8 +459,8 @@ class FirstStep:
                 backward=max(seams[at].backward, most),
                 rest=[*seams[at].rest, *trained],
             )
-            between += keep.saved_bytes
-        return replace(captured, seams=tuple(seams), between=between)
+            outside += keep.saved_bytes
+        return replace(captured, seams=tuple(seams), outside=outside)
 
 
 def _others(structure: Structure) -> Iterator[Structure]:
