@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from lt_offload.compat.torch import tree_leaves
 from lt_offload.machine.accounting import storage_bytes
 from lt_offload.machine.driver import page_table_bytes
 from lt_offload.model.blocks import Block, Structure
+from lt_offload.model.calls import Call
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.location import staged
 from lt_offload.model.parts import extent
@@ -25,13 +26,14 @@ from lt_offload.profiling.flops import flops_per_token
 from lt_offload.profiling.host_reads import Readers
 from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.optimizer import UpdateSizes
-from lt_offload.profiling.step.capture import Capture
 from lt_offload.profiling.step.logits import Tail
+from lt_offload.profiling.step.model_call import Seam
 from lt_offload.schema.profile import (
     RECORDED,
     BlockProfile,
     HardwareProfile,
     OptimizerProfile,
+    OptionName,
     OptionProfile,
     Profile,
     TensorProfile,
@@ -45,6 +47,42 @@ LEAST_SLACK = (3 * 20 + 2) << 20
 tensors: pieces that the arena ends in, that what runs begins and ends in, and that small tensors are in."""
 
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """One run of the model."""
+
+    structure: Structure
+    """The blocks in the order of their calls."""
+    unrecorded: Set[int]
+    """Calls of which a run has kept no graph, by their identity."""
+    others: list[tuple[int, Call]]
+    """Calls of modules that turned out to be no blocks, in the largest forward, each with the block that follows it."""
+    calls: tuple[Call, ...]
+    """One per block; blocks that cost the same share one."""
+    chained: tuple[bool, ...]
+    """Per block: its activations are the untouched results of the block before."""
+    seams: tuple[Seam, ...]
+    """Per block: the model's own code before it."""
+    outside: int
+    """Bytes outside the blocks that plans count in every step: masks, tables and tensors saved between blocks, which
+    live until the backward; the model's result, which its caller may hold until the next call of the model; what
+    outlives the step (blocks' outputs with the gradients that they retain, all else in an attribute or a list); what
+    deferred forwards keep until their backward (inputs of blocks, gradients of outputs, activations that several blocks
+    are given with their gradients); gradients that the loss itself gives blocks before the last one."""
+    once: tuple[bool, ...]
+    """Per block: it must not run a second time for its backward, nor without a graph."""
+    tail: Tail
+    """Without what ``outside`` has of it."""
+    after: Tail
+    """The same of all that follows the model's own loss, without that loss: other losses, other models."""
+    with_loss: Mapping[OptionName, Call]
+    """Call of the last block by option under which it computes the loss, too. Empty if it may not."""
+    forwards: int
+    """Calls of the model with gradients; figures of blocks are those of the largest one."""
+    deferred: int
+    """Number of forwards that another forward follows before their backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.compat.torch import tree_leaves
-from lt_offload.errors import OverBudget
+from lt_offload.errors import ModelError, OverBudget
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.driver import context_bytes, current, warm_up
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure, as_called
@@ -34,19 +35,18 @@ from lt_offload.model.state.effects import Effects
 from lt_offload.model.state.generators import generators_kept
 from lt_offload.model.state.handed import Handed
 from lt_offload.model.state.hooks import silenced
-from lt_offload.profiling.assemble import Measured, Progress, assemble, at_least, block_costs, costs_with_loss
+from lt_offload.profiling.assemble import Capture, Measured, Progress, assemble, at_least, block_costs, costs_with_loss
 from lt_offload.profiling.block_cost import measure_block
 from lt_offload.profiling.host_reads import Readers
 from lt_offload.profiling.machine import MeasuredMachine
 from lt_offload.profiling.meters import Meter, Stopwatch
 from lt_offload.profiling.optimizer import UpdateSizes
-from lt_offload.profiling.step.allowed import WrittenWeights, runnable
-from lt_offload.profiling.step.boundary_check import BoundaryCheck, mark_reached
-from lt_offload.profiling.step.capture import Capture, find_loss, in_turn
+from lt_offload.profiling.step.boundary_check import BoundaryCheck, WrittenWeights, mark_reached, runnable
 from lt_offload.profiling.step.logits import AfterLoss, LogitsWatch, Tail
 from lt_offload.profiling.step.model_call import ModelCall
 from lt_offload.schema.profile import Profile
 
+Run = Callable[[Any], Any]
 Join = Callable[..., Any]
 """Runs a block and makes it a part of the outer graph: see ``Survey.forward`` in ``execute/training/survey.py``."""
 
@@ -461,6 +461,47 @@ class FirstStep:
             )
             outside += keep.saved_bytes
         return replace(captured, seams=tuple(seams), outside=outside)
+
+
+def find_loss(result: Any) -> Tensor | None:
+    """Return the loss in what a model or a training step returned, if there is one."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    elif not isinstance(result, Tensor):
+        result = getattr(result, "loss", result[0] if isinstance(result, Sequence) and result else None)
+    return result if isinstance(result, Tensor) and result.numel() == 1 else None
+
+
+def in_turn(blocks: Sequence[Block], called: Sequence[int], apart: Collection[int] = ()) -> tuple[list[int], list[int]]:
+    """Return the calls of blocks that are called once per forward, in one order, and that order.
+
+    ``apart`` are none.
+
+    Raises:
+        CalledOtherwise: if there is no layer.
+        ModelError: if layers are called more than once, or in another order in a later forward.
+    """
+    times = Counter(called)
+    layers = [index for index, block in enumerate(blocks) if block.kind == "layer" and index not in apart]
+    if not any(times[index] for index in layers):
+        uncalled = ", ".join(blocks[index].name for index in layers)
+        raise CalledOtherwise(f"the model's forward has called none of its layers, {uncalled}", ())
+    forwards = min(times[index] for index in layers if times[index])
+    # What is called more often has no place in the sequence, nor has what owns the same tensors.
+    others = {index for index in times if times[index] != forwards or index in apart}
+    tensors = {tensor for index in others for tensor in blocks[index].tensors}
+    visits = [at for at, i in enumerate(called) if i not in others and tensors.isdisjoint(blocks[i].tensors)]
+    turn = [called[at] for at in visits[: len(visits) // forwards]]
+    for index in dict.fromkeys(called):
+        if blocks[index].kind == "layer" and index not in turn and index not in apart:
+            raise ModelError(
+                f"the model calls block {blocks[index].name} {times[index]} times in {forwards} forwards, or shares "
+                "its weights with one that it calls more often; layers must be called once each"
+            )
+    if [called[at] for at in visits] != turn * forwards:
+        names = ", ".join(blocks[index].name for index in turn)
+        raise ModelError(f"the model calls its blocks in another order than {names} in a later forward")
+    return visits, turn
 
 
 def _others(structure: Structure) -> Iterator[Structure]:
