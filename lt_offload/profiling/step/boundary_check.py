@@ -233,17 +233,16 @@ class BoundaryCheck:
     ) -> None:
         """Compare a run with a graph, which has returned ``out`` and called ``operations``, with further ones."""
 
-        def again(*, graph: bool) -> Any:
+        def again(*, graph: bool) -> tuple[Any, list[str]]:
             return self._repeat(call, forward, before, before_draws, graph=graph)
 
         try:
-            with OperationLog() as without_graph:
-                other = again(graph=False)
+            other, called = again(graph=False)
         except Exception as error:  # whatever users' code raises where there is no graph
             why = f"without gradients it raises {error!r}"
             self._runs_once(index, call, f"as {why}", why)
             return
-        if operations != without_graph.called:
+        if operations != called:
             name = self._blocks[index].name
             _log.info("block %s always runs with a graph: without one torch calls other operations", name)
             call.other_kernels = True
@@ -251,19 +250,19 @@ class BoundaryCheck:
             # Kernels that add in no fixed order do not repeat their own bits: then nothing can be said, and with a
             # graph both runs are at least of the same kernels. That is always right, and takes some memory.
             call.other_kernels = True
-            if _repeats(call) and not _equal(again(graph=True), out):
+            if _repeats(call) and not _equal(again(graph=True)[0], out):
                 name = self._blocks[index].name
                 raise limits.OTHER_SECOND_RUN.error(f"block {name} gave other numbers when it ran again")
         kept = kept_by_functions(out) if has_values(call) and _repeats(call) else []
-        if kept and kept_by_functions(again(graph=True)) != kept:
+        if kept and kept_by_functions(again(graph=True)[0]) != kept:
             why = "what its autograd.Function keeps for the backward changes from run to run"
             _log.info("block %s runs once per iteration: %s", self._blocks[index].name, why)
             self.once.setdefault(index, f"as {why}")
 
     def _repeat(
         self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor], *, graph: bool
-    ) -> Any:
-        """Run a block once more, from the state that it had and with the same draws."""
+    ) -> tuple[Any, list[str]]:
+        """Run a block once more, from the state that it had and with the same draws; return what it calls, too."""
         after_draws = call.draws()
         call.draw_from(before_draws)
         with ExitStack() as stack:
@@ -274,7 +273,8 @@ class BoundaryCheck:
             stack.enter_context(self._aside())
             stack.enter_context(torch.set_grad_enabled(graph))
             stack.callback(call.draw_from, after_draws)
-            return forward()
+            operations = stack.enter_context(OperationLog())
+            return forward(), operations.called
 
     def _runs_once(self, index: int, call: Call, reason: str, why: str) -> None:
         """Note that a block runs once per iteration, for a ``reason`` in the words of errors; ``why``: of the log."""
