@@ -138,21 +138,12 @@ class UpdateSizes:
     def scratch_of_all(self, parameters: Sequence[nn.Parameter], ratio: float) -> int:
         """Return the bytes that one step of the optimizer takes for a moment on the device, for all ``parameters``.
 
-        Where it takes them in turn, a variable of its loop still has what was made for the one before. ``ratio``: bytes
-        per byte of a tensor, where the largest tensor tells (:meth:`scratch`).
+        As torch takes them on a GPU by itself: all at once (foreach). ``ratio``: bytes per byte of a tensor, where the
+        largest tensor tells (:meth:`scratch`).
         """
         trained = [parameter for parameter in parameters if self._kind(parameter) is not None]
-        trained.sort(key=lambda parameter: self._places[parameter])
         scratches = [self.scratch(parameter) for parameter in trained]
-        sizes = [int(p.nbytes * ratio) if own is None else own for p, own in zip(trained, scratches, strict=True)]
-        # Torch takes all tensors at once (foreach), on a GPU by itself.
-        by_itself = self._device.type == "cuda"
-        chosen = [group.get("foreach") for group in self._optimizer.param_groups]
-        at_once = any(by_itself if foreach is None else foreach for foreach in chosen)
-        if at_once:
-            return sum(sizes)
-        left = [0, *(min(size, parameter.nbytes) for parameter, size in zip(trained, sizes, strict=True))]
-        return max((size + before for size, before in zip(sizes, left, strict=False)), default=0)
+        return sum(int(p.nbytes * ratio) if own is None else own for p, own in zip(trained, scratches, strict=True))
 
     def _kind(self, parameter: nn.Parameter) -> object:
         place = self._places.get(parameter)
