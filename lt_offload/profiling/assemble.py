@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,8 +55,6 @@ class Capture:
 
     structure: Structure
     """The blocks in the order of their calls."""
-    unrecorded: Set[int]
-    """Calls of which a run has kept no graph, by their identity."""
     others: list[tuple[int, Call]]
     """Calls of modules that turned out to be no blocks, in the largest forward, each with the block that follows it."""
     calls: tuple[Call, ...]

@@ -141,13 +141,12 @@ def contention_of(rates: Rates) -> Contention:
         for lanes in SETS:
             for lane, rate in rates(lanes).items():
                 measured[lane, tuple(other for other in lanes if other != lane)].append(alone[lane] / rate)
-    return fitted([_slowdown(lane, beside, factors) for (lane, beside), factors in measured.items()])
-
-
-def _slowdown(lane: LaneName, beside: tuple[LaneName, ...], factors: Sequence[float]) -> Slowdown:
-    factor = statistics.median(factors)
-    scatter = (max(factors) - min(factors)) / 2 / factor
-    return Slowdown(lane=lane, beside=beside, factor=factor, scatter=scatter)
+    slowdowns = []
+    for (lane, beside), factors in measured.items():
+        factor = statistics.median(factors)
+        scatter = (max(factors) - min(factors)) / 2 / factor
+        slowdowns.append(Slowdown(lane=lane, beside=beside, factor=factor, scatter=scatter))
+    return fitted(slowdowns)
 
 
 # -- fitting ----------------------------------------------------------------------------------------------------------
@@ -158,7 +157,9 @@ def fitted(slowdowns: Sequence[Slowdown]) -> Contention:
 
     Where several do equally well, the smallest are taken: lanes that nothing slows down share nothing.
     """
-    targets = np.array([_target(slowdown) for slowdown in slowdowns])
+    # What is about 1 counts as 1.
+    differ = [slowdown.factor - 1 > max(_EQUAL, slowdown.scatter) for slowdown in slowdowns]
+    targets = np.array([math.log(s.factor) if far else 0.0 for s, far in zip(slowdowns, differ, strict=True)])
     cases = [[SHARING.index(lane) for lane in (s.lane, *s.beside)] for s in slowdowns]
 
     def errors(shares: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -185,12 +186,6 @@ def fitted(slowdowns: Sequence[Slowdown]) -> Contention:
             width /= 2
     compute, h2d, d2h, host = (round(float(share), 4) for share in best)
     return Contention(compute=compute, h2d=h2d, d2h=d2h, host=host, slowdowns=tuple(slowdowns))
-
-
-def _target(slowdown: Slowdown) -> float:
-    """Return the logarithm of the factor to come near to."""
-    excess = slowdown.factor - 1
-    return 0.0 if excess <= max(_EQUAL, slowdown.scatter) else math.log(slowdown.factor)
 
 
 def factors(shares: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -86,6 +86,10 @@ class Effects:
         self._seen: set[_Part] = set()
         self._graded: dict[Owner, bool] = {}
 
+    def untouched(self) -> AbstractContextManager[None]:
+        """Enclose runs that leave no trace: they see what there is now, with copies of tensors."""
+        return _restored([(part, part.save()) for part in (*self._parts, *self._generators)])
+
     @contextmanager
     def first_run(self) -> Iterator[Snapshot]:
         """Enclose the first of a block's runs; the snapshot that it yields is complete afterwards."""
@@ -166,11 +170,6 @@ class Snapshot:
                     graded[location.owner] = graded.get(location.owner, False) or requires
                 self.graded.update(graded)
 
-    def undo(self) -> None:
-        """Make the state what it was, for good."""
-        for part, before in self.items:
-            part.undo(before)
-
 
 @contextmanager
 def _restored(items: Iterable[tuple[_Part, Any]]) -> Iterator[None]:
@@ -217,10 +216,6 @@ class _Part:
     def restore(self, before: Any) -> None:
         """Make the state what it was."""
         raise NotImplementedError
-
-    def undo(self, before: Any) -> None:
-        """Make the state what it was, in its own place."""
-        self.restore(before)
 
     def locations(self, before: Any) -> Iterator[Location]:
         """Yield where tensors of numbers are that were not there before."""
@@ -317,13 +312,6 @@ class _BufferPart(_Part):
         value = self._holder.get(self._name)
         if value is not before[0] and _has_numbers(value):
             yield Location((id(self._holder), self._name), self._holder, self._name)
-
-    def undo(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
-        buffer, _, content = before
-        self._holder[self._name] = buffer
-        if buffer is not None and content is not None:
-            with torch.no_grad():
-                buffer.copy_(content)
 
 
 class _Generator(_Part):

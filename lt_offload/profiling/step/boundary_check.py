@@ -131,7 +131,10 @@ class BoundaryCheck:
         self._kinds[index] = id(call)
         if call.has_backward and not torch.is_grad_enabled():
             self.unrecorded.add(id(call))
-            return self._run_unrecorded(index, call, run, versions, origins)
+            out = run()
+            self._given.append((index, versions, Rest([])))
+            self._note_inputs(origins, self._uses[id(call)])  # as another of its kind, which has had a graph
+            return out
         constant = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.requires_grad]
         out = self._run_twice(index, call, run, versions)
         # An argument that nothing was to reach the gradient of stays the caller's own: what was added would have none.
@@ -165,20 +168,6 @@ class BoundaryCheck:
         block = self._blocks[index]
         known = known and not isinstance(call.module, HeadLoss)
         return known and index not in self.once and InnerHooks(block.name, block.module).find() is None
-
-    def _run_unrecorded(
-        self,
-        index: int,
-        call: Call,
-        forward: Callable[[], Any],
-        versions: _Versions,
-        origins: Sequence[tuple[Any, int]],
-    ) -> Any:
-        """Run a block without a graph, which another of its kind has had."""
-        out, uses = forward(), self._uses[id(call)]
-        self._given.append((index, versions, Rest([])))
-        self._note_inputs(origins, uses)
-        return out
 
     def _run_twice(self, index: int, call: Call, forward: Callable[[], Any], arguments: _Versions) -> Any:
         """Run a block with a graph, and once more without one from the state that it had; return the first output.
@@ -356,7 +345,7 @@ class BoundaryCheck:
         if InnerHooks(block.name, block.module).find() is not None:
             return  # they would be called once more
         draws = call.draws()
-        with Effects(block.module).first_run() as before, self._aside():
+        with Effects(block.module).untouched(), self._aside():
             try:
                 self._check_two(block, call, forward, samples)
             except OffloadError:
@@ -364,7 +353,6 @@ class BoundaryCheck:
             except (RuntimeError, ValueError, IndexError) as error:  # whatever users' code makes of another shape
                 raise limits.MICRO_BATCHES.error(f"block {block.name} fails on a part of a batch: {error}") from error
         call.draw_from(draws)
-        before.undo()
 
     def _check_two(self, block: Block, call: Call, forward: Callable[..., Any], cut: Cut) -> None:
         rows = cut.rows

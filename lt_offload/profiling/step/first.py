@@ -31,7 +31,6 @@ from lt_offload.model.location import staged
 from lt_offload.model.parts import check_samples, cutters, extent
 from lt_offload.model.quantized import tensors_of
 from lt_offload.model.state.contexts import ambient, within
-from lt_offload.model.state.effects import Effects
 from lt_offload.model.state.generators import generators_kept
 from lt_offload.model.state.handed import Handed
 from lt_offload.model.state.hooks import silenced
@@ -293,14 +292,14 @@ class FirstStep:
         if in_chunks and len(forwards) > 1:
             raise limits.LOSS_IN_CHUNKS.error(f"a step calls the model {len(forwards)} times")
         others = {at for at, index in enumerate(self._called) if index not in order}
-        calls.settle()
+        for seam in calls.seams:
+            seam.lingering = sum(size for serial, size in seam.live.items() if serial not in calls.masks)
         begin = max((visits[-1] + 1 for visits in forwards if visits[-1] < largest[0]), default=0)
         held_bytes, lasting_bytes = self._bytes(held), self._bytes(lasting) + calls.retained_bytes() + self._arrived
         deferred_bytes = sum(calls.waiting_bytes(visits) for visits in waiting)
         deferred_bytes += 2 * sum(calls.several_bytes_of(visits) for visits in forwards)
         self._captured = Capture(
             structure=structure,
-            unrecorded=self.boundary.unrecorded,
             others=[
                 (min(bisect_left(largest, at), len(largest) - 1), calls.calls[at])
                 for at in sorted(others)
@@ -359,23 +358,18 @@ class FirstStep:
             ModelError, UnsupportedError: if the model cannot be trained exactly.
             OverBudget: if a GPU has no memory for one block of the batch.
         """
-        gpus = [self.device.index] if self.device.type == "cuda" else []
-        # Blocks draw while they are measured: the training would go on with other numbers than without measuring.
-        with current(self.device), generators_kept(gpus), torch.enable_grad():
-            self.reached()
-            assert self._optimizer is not None
-            return self.measure(parts, optimizer or self._optimizer)
-
-    def measure(self, parts: int, optimizer: Optimizer) -> Profile:
-        """Return the profile of the observed step, with weights as ``optimizer`` has them."""
-        measured, device = self.costs(parts, unfrozen=optimizer is not self._optimizer), self.device
-        assert self._machine is not None
+        device, used = self.device, optimizer or self._optimizer
+        assert used is not None and self._machine is not None
         hardware, updates, contention = self._machine
-        if device.type == "cuda":  # by now all kernels are there
-            hardware = replace(hardware, context_bytes=max(hardware.context_bytes, context_bytes(device)))
-        ratio = updates.scratch_ratio if device.type == "cuda" else 0.0
-        sizes = UpdateSizes(optimizer, device, scratch_ratio=ratio)
-        profile = assemble(self.model, self.batch, measured, sizes=sizes, updates=updates, hardware=hardware)
+        # Blocks draw while they are measured: the training would go on with other numbers than without measuring.
+        kept = generators_kept([device.index] if device.type == "cuda" else [])
+        with current(device), kept, torch.enable_grad():
+            measured = self.costs(parts, unfrozen=used is not self._optimizer)
+            if device.type == "cuda":  # by now all kernels are there
+                hardware = replace(hardware, context_bytes=max(hardware.context_bytes, context_bytes(device)))
+            ratio = updates.scratch_ratio if device.type == "cuda" else 0.0
+            sizes = UpdateSizes(used, device, scratch_ratio=ratio)
+            profile = assemble(self.model, self.batch, measured, sizes=sizes, updates=updates, hardware=hardware)
         return replace(profile, contention=contention)
 
     def costs(self, parts: int, *, unfrozen: bool = False) -> Measured:
@@ -388,16 +382,12 @@ class FirstStep:
         captured, device, say = self.reached(), self.device, self._say
         self._check_forwards(parts)
         structure, readers = captured.structure, self._readers.of(captured.structure)
-        again = [id(call) in captured.unrecorded for call in captured.calls]
+        again = [id(call) in self.boundary.unrecorded for call in captured.calls]
         with ExitStack() as stack:
             stack.enter_context(self._in_memory())
             stack.enter_context(runnable(structure))
             if device.type == "cuda":
                 warm_up(device)
-            calls = {id(call): call for call in (*captured.calls, *(call for _, call in captured.others))}
-            # Measuring runs each block several times: buffers and counters would have moved when training goes on.
-            for call in calls.values():
-                stack.enter_context(_unnoticed(call.module))
             captured = replace(self._with_others(captured), calls=self._calls(captured, parts, unfrozen=unfrozen))
             with_loss = costs_with_loss(captured, device, self.meter, say)
             apart = [call for call in captured.calls if not isinstance(call.module, HeadLoss)]
@@ -510,11 +500,3 @@ def _others(structure: Structure) -> Iterator[Structure]:
     while other is not None and (choice := other()) is not None:
         yield choice
         other = choice.other
-
-
-@contextmanager
-def _unnoticed(module: nn.Module) -> Iterator[None]:
-    """Enclose runs of a block that leave no trace in it."""
-    with Effects(module).first_run() as before:
-        yield
-    before.undo()
