@@ -331,6 +331,8 @@ class _Trial:
                     slots = self.call.slots
                     joint.put(part, [x if at in cut.rows else None for at, x in zip(slots, grads, strict=True)])
                 del grads, mine
+            if joint is not None:
+                joint.results()  # beside what the parts have given
 
     def travelling(self) -> tuple[int, bool, bool]:
         """Return the number of saved bytes that may travel, whether the input is saved, and whether it may travel."""
