@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -67,9 +68,9 @@ def paces(
     counts = {lane: _Count() for lane in pieces}
     ready = threading.Barrier(len(pieces))
     over = threading.Event()
-    errors: list[BaseException] = []
 
-    def work(lane: LaneName, piece: Piece, count: _Count) -> None:
+    def work(lane: LaneName, piece: Piece) -> None:
+        count = counts[lane]
         try:
             if lane == "host":
                 (node or MemoryNode()).bind()
@@ -88,27 +89,19 @@ def paces(
                 # Not before every lane has done a piece, however long that takes the slowest.
                 if count.seconds >= least_s and all(c.pieces for c in counts.values()):
                     over.set()
-        except BaseException as error:  # raised again by the calling thread
-            errors.append(error)
+        except BaseException:
             over.set()
             ready.abort()
+            raise
 
     before = torch.get_num_threads()
-    threads = [
-        threading.Thread(target=work, args=(lane, piece, counts[lane]), name=f"lt_offload measures {lane}")
-        for lane, piece in pieces.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(pieces), thread_name_prefix="lt_offload measures") as pool:
+        done = [pool.submit(work, lane, piece) for lane, piece in pieces.items()]
     torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
-    try:
-        if errors:
-            # The barrier breaks for all others because of the first error, which is the one that says something.
-            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-    finally:
-        errors.clear()  # or the error would hold itself, and the memory of all pieces
+    # The barrier breaks for all others because of the first error, which is the one that says something.
+    done.sort(key=lambda one: isinstance(one.exception(), threading.BrokenBarrierError))
+    while done:  # emptied, or an error would hold itself, and the memory of all pieces
+        done.pop(0).result()
     return {lane: count.pieces / count.seconds for lane, count in counts.items()}
 
 
