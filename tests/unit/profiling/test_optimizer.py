@@ -69,6 +69,12 @@ def test_frozen_and_foreign_tensors_have_no_state() -> None:
     assert [sizes.state(p) for p in (mine, frozen, nn.Parameter(torch.ones(5)))] == [2 * mine.nbytes, 0, 0]
 
 
+def test_factored_states_of_a_tensor_of_any_size_take_no_memory_to_count() -> None:
+    rows, columns = 1 << 20, 4096
+    parameter = nn.Parameter(torch.empty(rows, columns, device="meta"))
+    assert UpdateSizes(Adafactor([parameter]), CPU).state(parameter) == 4 * (rows + columns)
+
+
 class Uneven(Optimizer):
     """Takes most in its fourth step, of matrices; some ask for a number, which fake tensors do not have."""
 
