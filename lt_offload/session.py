@@ -29,7 +29,7 @@ from lt_offload.plan.orders import compared
 from lt_offload.profiling.hardware import check_host_memory, check_memory, free_memory
 from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
-from lt_offload.profiling.step.capture import Run
+from lt_offload.profiling.step.first import Run
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes

@@ -2,6 +2,6 @@
 
 ``torch.distributed`` moves the bytes (gloo in host memory, NCCL between GPUs), and Lightning starts the processes. Here
 is what they say to each other: ``rendezvous`` lets them find each other, ``ranks`` has the connections of all and
-``peers`` those of a group, ``handshake`` finds what differs before training begins, ``merge`` makes one profile of all,
-``sums`` adds gradients up in the order of ranks, and ``watch`` notices who is gone.
+``peers`` those of a group, ``merge`` makes one profile of all, ``sums`` adds gradients up in the order of ranks, and
+``watch`` notices who is gone.
 """

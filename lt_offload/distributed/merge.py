@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from lt_offload.distributed.sums import BUCKET_BYTES
-from lt_offload.schema.profile import BlockProfile, Profile
+from lt_offload.schema.profile import Profile
 
 _LEAST = ("device_bytes", "host_bytes", "pinnable_bytes")
 """Fields of which the smallest counts, as of speeds: they say what there is, not what is needed."""
@@ -75,7 +75,8 @@ def merged(
 
 def largest(profiles: Sequence[Profile]) -> Profile:
     """Return the profile of a plan that has room for the batches of all ``profiles``, which are of one model."""
-    kept = [set.intersection(*({o.name for o in block.options} for block in same)) for same in _by_block(profiles)]
+    by_block = zip(*(profile.blocks for profile in profiles), strict=True)
+    kept = [set.intersection(*({o.name for o in block.options} for block in same)) for same in by_block]
     alike = []
     for profile in profiles:
         options = [
@@ -86,10 +87,6 @@ def largest(profiles: Sequence[Profile]) -> Profile:
     base = max(alike, key=lambda profile: profile.batch_size * profile.sequence_length)
     joint: Profile = _merged("", [base, *alike])
     return replace(joint, iterations=tuple(iteration for profile in profiles for iteration in profile.iterations))
-
-
-def _by_block(profiles: Sequence[Profile]) -> Iterator[tuple[BlockProfile, ...]]:
-    return zip(*(profile.blocks for profile in profiles), strict=True)
 
 
 def _merged(name: str, values: Sequence[Any]) -> Any:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lt_offload.distributed.files import OpenFile
 from lt_offload.distributed.sums import gather_single
 from lt_offload.distributed.watch import PeerWatch
 from lt_offload.errors import ConfigError, OffloadError, ProcessError
@@ -196,3 +197,43 @@ def _parted(ranks: Sequence[int], places: Sequence[str]) -> ConfigError:
         "(drop_last=True, limit_train_batches), and let all of them stop (trainer.should_stop), validate and save at "
         "the same time: trainer.strategy.reduce_boolean_decision(stop, all=False) decides for all"
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenFile:
+    """A file without a name that a process of this machine has open, as it tells others."""
+
+    process: int
+    descriptor: int
+    identity: tuple[int, int, int]
+    """Device, inode and bytes: a process of another container may have the same number."""
+
+    @classmethod
+    def of(cls, descriptor: int) -> Self:
+        """Return what this process tells of its own."""
+        return cls(process=os.getpid(), descriptor=descriptor, identity=_identity(descriptor))
+
+    def open(self) -> int:
+        """Return a descriptor of this process, to be closed.
+
+        Raises:
+            ConfigError: if the system does not allow that, or the processes do not see each other.
+        """
+        path = f"/proc/{self.process}/fd/{self.descriptor}"
+        why = "it is another file there: the processes have process numbers of their own (containers)"
+        try:
+            opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if _identity(opened) == self.identity:
+                return opened
+            os.close(opened)
+        except OSError as error:
+            why = str(error)
+        raise ConfigError(
+            f"devices: the processes of this machine share memory, and {path} cannot be opened: {why}; start all of "
+            "them by the same user, in one container, with /proc mounted, or set devices=1"
+        )
+
+
+def _identity(descriptor: int) -> tuple[int, int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size

@@ -138,7 +138,7 @@ class Ranks(Peers):
             seconds[sample] = max(self.gather(min(times)))
         hop = seconds[small] / hops
         # The first part takes the way alone; with it gone, all machines are at work.
-        moved = min(2, self.machines - 1) * _MEASURED_BYTES + hops * sums.PART_BYTES
+        moved = (self.machines - 1) * _MEASURED_BYTES + hops * sums.PART_BYTES
         return self.machine.size * moved / max(seconds[large] - seconds[small], _LEAST_S), hop
 
     def _add_up(self, tensors: Sequence[Tensor], group: Any) -> None:

@@ -3,12 +3,11 @@
 An all-reduce adds in an order of its backend's, which depends on where in a buffer an element is. Here each process
 gets one part of everybody's buffer, adds these parts in the order of ranks, and hands the sum on to all. That moves as
 many bytes as a ring does, and an element's sum is the same wherever it lies: with three ranks or more, too. Between
-machines, whose processes have everybody's gradients in memory that they share, partial sums go from one to the next.
+machines, whose processes have everybody's gradients in memory that they share, each adds in its turn.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,8 +20,6 @@ BUCKET_BYTES = 8 << 20
 """Bytes that are added up at once; two buffers of this size are taken beside the gradients."""
 PART_BYTES = 1 << 20
 """Bytes that go from one machine to the next at once."""
-_AHEAD = 2
-"""Collectives between machines that are on the way at the same time."""
 gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """By the name that it has in this version of torch: the older one is deprecated from 2.13 on."""
 Run = Callable[[Callable[[], Any]], None]
@@ -37,25 +34,32 @@ def add_rows(rows: Sequence[Tensor]) -> None:
             first.add_(other)
 
 
-def add_up(
-    tensors: Sequence[Tensor],
-    group: Any = None,
-    run: Run = lambda begin: begin().wait(),
-    add: Callable[[Sequence[Tensor]], None] = add_rows,
-) -> None:
+def add_up(tensors: Sequence[Tensor], group: Any, run: Run, add: Callable[[Sequence[Tensor]], None]) -> None:
     """Let each of ``tensors`` be its sum over all processes of ``group``, in the order of ranks.
 
     All processes call this with tensors of the same sizes, dtypes and kinds of device, in the same order.
 
     Args:
         tensors: are changed in place.
-        group: of ``torch.distributed``; None: the default one.
+        group: of ``torch.distributed``.
         run: begins a collective, and waits for it.
         add: lets the first of some tensors be the sum of what all processes have of a part; where ``group`` is one
             machine's, of what those of other machines have, too.
     """
-    for bucket in _buckets(tensors, BUCKET_BYTES):
-        _add_up(bucket, group, run, add)
+    world = dist.get_world_size(group)
+    for parts in _buckets(tensors, BUCKET_BYTES):
+        sizes = [part.numel() for part in parts]
+        # A backend wants equal parts for all.
+        length = -(-sum(sizes) // world)
+        sent = parts[0].new_zeros(world * length)
+        torch.cat(parts, out=sent[: sum(sizes)])
+        received = torch.empty_like(sent)
+        run(partial(dist.all_to_all_single, received, sent, group=group, async_op=True))
+        rows = received.view(world, length)
+        add([*rows])
+        run(partial(gather_single, sent, rows[0], group=group, async_op=True))
+        for part, total in zip(parts, torch.split(sent[: sum(sizes)], sizes), strict=True):
+            part.copy_(total)
 
 
 def _buckets(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
@@ -88,27 +92,6 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().permute(order).view(-1)
 
 
-def _add_up(
-    parts: list[Tensor],
-    group: Any,
-    run: Run,
-    add: Callable[[Sequence[Tensor]], None],
-) -> None:
-    world = dist.get_world_size(group)
-    sizes = [part.numel() for part in parts]
-    # A backend wants equal parts for all.
-    length = -(-sum(sizes) // world)
-    sent = parts[0].new_zeros(world * length)
-    torch.cat(parts, out=sent[: sum(sizes)])
-    received = torch.empty_like(sent)
-    run(lambda: dist.all_to_all_single(received, sent, group=group, async_op=True))
-    rows = received.view(world, length)
-    add([*rows])
-    run(lambda: gather_single(sent, rows[0], group=group, async_op=True))
-    for part, total in zip(parts, torch.split(sent[: sum(sizes)], sizes), strict=True):
-        part.copy_(total)
-
-
 # -- between machines --------------------------------------------------------------------------------------------------
 
 
@@ -121,9 +104,8 @@ def add_between(
     """Let the first tensor of each of ``rows`` be the sum of all, on all machines, in the order of ranks.
 
     One process that takes the batches of all ranks in turn adds ``((r0 + r1) + r2) + r3``. Two sums of machines, added
-    to each other, are ``(r0 + r1) + (r2 + r3)``, which is another number. So machine 0 sends the sum of its ranks to
-    machine 1, which adds its own to that, one by one, and so on; the sums of the last machine go the same way back. In
-    one collective each machine sends one part up and another one down, so that all are at work at the same time.
+    to each other, are ``(r0 + r1) + (r2 + r3)``, which is another number. So machine 0 broadcasts the sum of its ranks,
+    machine 1 adds its own to that, one by one, and broadcasts it, and so on. Each is at another part at the same time.
 
     Args:
         rows: flat, in host memory; each has what the processes of this machine have, in their order.
@@ -131,44 +113,26 @@ def add_between(
         begin: begins a collective.
         wait: waits for it.
     """
-    place, top = dist.get_rank(group), dist.get_world_size(group) - 1
+    machines = dist.get_process_group_ranks(group)
+    place = dist.get_rank(group)
     parts = [part for row in rows for part in _parts(row)]
-    nothing = torch.empty(0, dtype=torch.uint8)
-    on_the_way: deque[tuple[Any, Tensor, Tensor, Tensor]] = deque()
-
-    def total(number: int, *, on: int) -> Tensor:
-        """Return the bytes of a part's sum, if there is such a part and such a machine."""
-        exists = 0 <= number < len(parts) and 0 <= on <= top
-        return parts[number][0].view(torch.uint8) if exists else nothing
-
-    def splits(below: Tensor, above: Tensor) -> list[int]:
-        sizes = [0] * (top + 3)  # those outside the line, too, which get nothing
-        sizes[place], sizes[place + 2] = below.numel(), above.numel()
-        return sizes[1:-1]
-
-    def arrived() -> Tensor:
-        """Wait for the first one on the way: keep the sum of all, and return that of the machines before this one."""
-        work, before, whole, complete = on_the_way.popleft()
-        wait(work)
-        complete.copy_(whole)
-        return before
-
-    for turn in range(len(parts) + _AHEAD * max(2 * top - 1, 0) if parts else 0):
-        up, down = turn - _AHEAD * place, turn - _AHEAD * (2 * top - place)
-        before = arrived() if turn >= _AHEAD else nothing
-        if 0 <= up < len(parts):
-            first, *others = parts[up]
-            # The sum of two does not depend on which one comes first.
-            add_rows([first, *([before.view(first.dtype)] if place else []), *others])
-        sent = total(down, on=place - 1), total(up, on=place + 1)
-        room = total(up + _AHEAD, on=place - 1), total(down + _AHEAD, on=place + 1)
-        source, received = torch.cat(sent), torch.cat(room)
-        sizes = splits(*room), splits(*sent)
-        work = begin(partial(dist.all_to_all_single, received, source, *sizes, group=group, async_op=True))
-        before, whole = torch.split(received, [tensor.numel() for tensor in room])
-        on_the_way.append((work, before, whole, room[1]))
-    while on_the_way:
-        arrived()
+    before: dict[int, Tensor] = {}
+    """By part: the sum of the machines before this one, whose own first row stays where it is."""
+    for turn in range(len(parts) + len(machines) - 1):
+        works = []
+        for source, rank in enumerate(machines):
+            number = turn - source
+            if not 0 <= number < len(parts):
+                continue
+            total, *others = parts[number]
+            if source < place:
+                total = before.setdefault(number, torch.empty_like(total))
+            elif source == place:
+                # The sum of two does not depend on which one comes first.
+                add_rows([total, *([before.pop(number)] if place else []), *others])
+            works.append(begin(partial(dist.broadcast, total, src=rank, group=group, async_op=True)))
+        for work in works:
+            wait(work)
 
 
 def _parts(row: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lt_offload.errors import ConfigError
 from lt_offload.model.blocks import find_blocks
-from lt_offload.profiling.from_config.liger import PlannedGated, PlannedNorm
+from lt_offload.profiling.from_config.compiled import PlannedGated, PlannedNorm
 
 Kernels = Literal["liger"]
 

@@ -32,19 +32,24 @@ Recogniser = Callable[[Setup], str | None]
 """A function that returns the offending setting with its value as the user wrote it, None if nothing is refused."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Limit:
     """One thing that is not supported."""
 
     name: str
     scope: Scope
     """The earliest object that shows it: the trainer, the complete model, the optimizers, or the run itself."""
-    recognise: Recogniser
     why: str
     instead: str
     """The nearest thing that works."""
     training_only: bool = True
     """False if validation and prediction are refused too."""
+    recognise: Recogniser = lambda run: None
+
+    def __call__(self, recognise: Recogniser) -> Recogniser:
+        """Let the decorated function recognise it."""
+        self.recognise = recognise
+        return recognise
 
     def error(self, use: str) -> UnsupportedError:
         """Return the error that refuses ``use``, which names what is used."""
@@ -85,22 +90,11 @@ LIMITS: list[Limit] = []
 """The table, in the order of the documentation."""
 
 
-def limit(
-    name: str, scope: Scope, *, why: str, instead: str, training_only: bool = True
-) -> Callable[[Recogniser], Recogniser]:
-    """Add the row that the decorated function recognises."""
+def limit(name: str, scope: Scope = "run", *, why: str, instead: str, training_only: bool = True) -> Limit:
+    """Add a row, which decorates the function that recognises it.
 
-    def add(recognise: Recogniser) -> Recogniser:
-        LIMITS.append(
-            Limit(name=name, scope=scope, recognise=recognise, why=why, instead=instead, training_only=training_only)
-        )
-        return recognise
-
-    return add
-
-
-def while_running(name: str, *, why: str, instead: str) -> Limit:
-    """Add a row for a use that shows only while training runs; the code that meets it raises :meth:`Limit.error`."""
-    limit = Limit(name=name, scope="run", recognise=lambda run: None, why=why, instead=instead)
-    LIMITS.append(limit)
-    return limit
+    What shows only while training runs is recognised by the code that meets it, which raises :meth:`Limit.error`.
+    """
+    row = Limit(name=name, scope=scope, why=why, instead=instead, training_only=training_only)
+    LIMITS.append(row)
+    return row

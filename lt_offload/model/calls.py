@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from lt_offload.model.compiled import cover, is_compiled
 from lt_offload.model.parts import Cut, Cutter
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.contexts import Ambient, within
-from lt_offload.model.state.effects import Rest
+from lt_offload.model.state.effects import Effects, Rest
 from lt_offload.model.state.handed import Containers
 from lt_offload.schema.profile import COLLECTED_BELOW
 
@@ -101,9 +101,11 @@ class Call:
         """Return the calls of the parts."""
         return [replace(self, leaves=leaves, cutter=None) for leaves in cut.parts(self.leaves)]
 
-    def as_called(self) -> AbstractContextManager[None]:
-        """Enclose runs that see the block's modules as they were at the call."""
-        return nullcontext() if self.seen is None else self.seen.restored()
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Enclose runs that see the block's modules as they were at the call, and leave no trace in them."""
+        with nullcontext() if self.seen is None else self.seen.restored(), Effects(self.module).untouched():
+            yield
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Call the block on ``inputs``."""

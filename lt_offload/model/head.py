@@ -211,10 +211,8 @@ class HeadLoss(nn.Module):
         weight, bias = self.head.weight, self.head.bias
         if self.chunk:
             rows = hidden.reshape(-1, hidden.shape[-1])
-            made = _Chunks(
-                chunk=self.chunk, scaling=scaling, items=num_items_in_batch, backward=torch.is_grad_enabled()
-            )
-            return _ChunkedLoss.apply(rows, weight, bias, targets, counts, made)  # type: ignore[no-any-return,no-untyped-call]
+            settings = self.chunk, scaling, num_items_in_batch, torch.is_grad_enabled()
+            return _ChunkedLoss.apply(rows, weight, bias, targets, counts, *settings)  # type: ignore[no-any-return,no-untyped-call]
         logits = functional.linear(hidden, weight, bias)
         picked = _Picks.apply(logits, targets, scaling)  # type: ignore[no-untyped-call]
         del logits
@@ -316,78 +314,62 @@ def _slices(length: int, size: int) -> list[slice]:
     return [slice(first, first + size) for first in range(0, length, size)]
 
 
-class _Chunks(NamedTuple):
-    """Settings of a chunked loss."""
-
-    chunk: int
-    """Tokens at a time."""
-    scaling: Scaling
-    items: Tensor | int | None
-    """The divisor of the sum of all labels; None: their number."""
-    backward: bool
-    """True if there may be one."""
-
-
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss from hidden states; keeps nothing for the backward but the gradients, which the forward makes."""
+    """The loss from hidden states; keeps nothing for the backward but the gradients, which the forward makes.
+
+    ``chunk`` are tokens at a time, ``items`` the divisor of the sum of all labels (None: their number); ``backward``:
+    there may be one.
+    """
 
     @staticmethod
     @override
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, counts: Tensor, made: _Chunks
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        counts: Tensor,
+        chunk: int,
+        scaling: Scaling,
+        items: Tensor | int | None,
+        backward: bool,
     ) -> Tensor:
-        wanted = [made.backward and need for need in ctx.needs_input_grad[:3]]
-        sums = _GradientSums(hidden, weight, bias, wanted)
+        wanted = [backward and need for need in ctx.needs_input_grad[:3]]
+        of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        of_weight = torch.empty_like(weight) if wanted[1] else None
+        of_bias: Tensor | None = None
         picked = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         with torch.enable_grad():  # the gradient of every label's log-probability does not depend on their values
             like = torch.zeros_like(picked, requires_grad=True)
-            (grad,) = torch.autograd.grad(_mean(like, counts, made.items), like)
-        for part in _slices(len(hidden), made.chunk):
-            logits = functional.linear(hidden[part], weight, bias)
-            _take(logits, targets[part], grad[part], made.scaling, picked[part], slopes=any(wanted))
-            if any(wanted):
-                sums.add(part, logits)
+            (grad,) = torch.autograd.grad(_mean(like, counts, items), like)
+        for part in _slices(len(hidden), chunk):
+            rows = hidden[part]
+            logits = functional.linear(rows, weight, bias)
+            _take(logits, targets[part], grad[part], scaling, picked[part], slopes=any(wanted))
+            if of_hidden is not None:
+                torch.mm(logits, weight, out=of_hidden[part])
+            if of_weight is not None and part.start:
+                torch.addmm(of_weight, logits.t(), rows, out=of_weight)
+            elif of_weight is not None:
+                torch.mm(logits.t(), rows, out=of_weight)
+            if wanted[2]:
+                of_bias = logits.sum(0) if of_bias is None else of_bias + logits.sum(0)
             del logits  # or it would lie beside the next chunk's
-        ctx.gradients = sums.gradients
-        return _mean(picked, counts, made.items)
+        ctx.gradients = of_hidden, of_weight, of_bias
+        return _mean(picked, counts, items)
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
                 "a loss of chunks has one backward, as its gradients are made once; call the model again"
             )
-        hidden, weight, bias = (None if tensor is None else _times(tensor, grads[0]) for tensor in gradients)
+        of_inputs = [None if tensor is None else _times(tensor, grads[0]) for tensor in gradients]
         del gradients  # nobody else may hold a gradient that is to become a parameter's without a copy
-        return hidden, weight, bias, None, None, None
-
-
-class _GradientSums:
-    """The gradients of hidden states, weight and bias, chunk by chunk; None of what is not ``wanted``."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
-        self._hidden, self._weight = hidden, weight
-        self._of_bias = wanted[2] and bias is not None
-        self.gradients: list[Tensor | None] = [
-            torch.empty_like(hidden) if wanted[0] else None,
-            torch.empty_like(weight) if wanted[1] else None,
-            None,
-        ]
-
-    def add(self, part: slice, slope: Tensor) -> None:
-        """Add those of one chunk, from the gradient of its logits; chunks come in their order."""
-        rows = self._hidden[part]
-        of_hidden, of_weight, of_bias = self.gradients
-        if of_hidden is not None:
-            torch.mm(slope, self._weight, out=of_hidden[part])
-        if of_weight is not None and part.start:
-            torch.addmm(of_weight, slope.t(), rows, out=of_weight)
-        elif of_weight is not None:
-            torch.mm(slope.t(), rows, out=of_weight)
-        if self._of_bias:
-            self.gradients[2] = slope.sum(0) if of_bias is None else of_bias + slope.sum(0)
+        return *of_inputs, *[None] * 6
 
 
 def _take(logits: Tensor, targets: Tensor, grad: Tensor, scaling: Scaling, picked: Tensor, *, slopes: bool) -> None:

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from lt_offload.compat.torch import tree_map
 from lt_offload.model.blocks import Block
 
 Class = type[Any]
@@ -104,20 +105,13 @@ def brought(
     Single numbers and lists of integers stay where they are, unless they are token ids: they may be meant for the host
     (the lengths of a packed sequence), where they work in plain PyTorch, too.
     """
-    every = block.kind == "embedding"
-    return _brought(args, device, every), _brought(kwargs, device, every)
 
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
+            return leaf
+        counts = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
+        moves = block.kind == "embedding" or leaf.ndim > 1 or (leaf.ndim == 1 and not counts)
+        return leaf.to(device) if moves else leaf
 
-def _brought(value: Any, device: torch.device, every: bool) -> Any:
-    """Return ``value`` with its tensors on ``device``; itself if there are none elsewhere."""
-    if isinstance(value, Tensor):
-        counts = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-        moves = value.device.type == "cpu" and (every or value.ndim > 1 or (value.ndim == 1 and not counts))
-        return value.to(device) if moves else value
-    if type(value) is dict:
-        entries = {key: _brought(item, device, every) for key, item in value.items()}
-        return entries if any(entries[key] is not item for key, item in value.items()) else value
-    if type(value) in (tuple, list):
-        items = [_brought(item, device, every) for item in value]
-        return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    return value
+    brought: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(moved, (args, kwargs))
+    return brought

@@ -71,9 +71,12 @@ def tried(optimizer: Optimizer) -> OptimizerTrial:
         return OptimizerTrial("idle")
     if not all(map(_equal, together, alone)):
         return OptimizerTrial("joint")
-    acts = _acts_without_gradients(optimizer)
+    try:
+        acts, idle = _stepped_idly(optimizer)
+    except Exception:  # it does not ask whether there is a gradient
+        acts, idle = True, []
     try:  # the loop's own step(), which finds no gradients, counts for the updates
-        counts = _equal(counted, _stepped_idly(optimizer, empty=acts))
+        counts = _equal(counted, _stepped_idly(optimizer, empty=True)[1] if acts else idle)
     except Exception:  # whatever a foreign optimizer raises where it has nothing to update: the loop's step would, too
         counts = False
     return OptimizerTrial("alone" if counts else "joint", without_gradients=acts)
@@ -192,15 +195,21 @@ def _values(state: Mapping[Any, Any]) -> list[Any]:
     return tree_leaves([value for _, value in sorted(state.items(), key=lambda item: str(item[0]))])
 
 
-def _stepped_idly(optimizer: Optimizer, *, empty: bool) -> list[Any]:
-    """Return what an optimizer counts in steps without gradients; ``empty``: without tensors."""
+def _stepped_idly(optimizer: Optimizer, *, empty: bool = False) -> tuple[bool, list[Any]]:
+    """Return whether steps without gradients change anything, and what they count; ``empty``: without tensors."""
+    stands = _stands(optimizer)
+    before = [stand.detach().clone() for _, stand in stands]
+    state: defaultdict[Any, Any] = defaultdict(dict, of_none(optimizer))
     with untouched(optimizer=optimizer):
-        twin = twin_of(optimizer, _stands(optimizer), defaultdict(dict, of_none(optimizer)))
+        twin = twin_of(optimizer, stands, state)
         for group in twin.param_groups if empty else ():
             group["params"] = []
         for _ in range(_STEPS):
             type(twin).step(twin)
-        return _counted(twin)
+        counted = _counted(twin)
+    same = (torch.equal(old, stand.detach()) for old, (_, stand) in zip(before, stands, strict=True))
+    made = any(value for key, value in state.items() if isinstance(key, Tensor))
+    return made or any(stand.grad is not None for _, stand in stands) or not all(same), counted
 
 
 def _counted(twin: Optimizer) -> list[Any]:
@@ -209,21 +218,6 @@ def _counted(twin: Optimizer) -> list[Any]:
     values = [value for place in places for key, value in place.items() if key not in _OWN]
     numbers = [value for value in values if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)]
     return [value.clone() if isinstance(value, Tensor) else value for value in numbers]
-
-
-def _acts_without_gradients(optimizer: Optimizer) -> bool:
-    stands = _stands(optimizer)
-    before = [stand.detach().clone() for _, stand in stands]
-    state: defaultdict[Any, Any] = defaultdict(dict, of_none(optimizer))
-    try:
-        with untouched(optimizer=optimizer):
-            twin = twin_of(optimizer, stands, state)
-            type(twin).step(twin)
-    except Exception:  # it does not ask whether there is a gradient
-        return True
-    same = (torch.equal(old, stand.detach()) for old, (_, stand) in zip(before, stands, strict=True))
-    made = any(value for key, value in state.items() if isinstance(key, Tensor))
-    return made or any(stand.grad is not None for _, stand in stands) or not all(same)
 
 
 def _moved(optimizer: Optimizer, stepped: Sequence[Sequence[Any]]) -> bool:

@@ -155,86 +155,43 @@ def _names(spec: TreeSpec) -> list[str]:
     return names
 
 
-class Rows:
-    """The tensor that parts make, put together as ``torch.cat`` would, mostly without holding all of them beside it."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = list(sizes)
-        self._starts = [sum(self._sizes[:part]) for part in range(len(self._sizes))]
-        self._whole: Tensor | None = None
-        self._apart: dict[int, Tensor] = {}
-        """Parts that are not in there."""
-        self._missing = set(range(len(self._sizes)))
-
-    def put(self, part: int, tensor: Tensor) -> None:
-        """Add what one part has given, in any order."""
-        self._missing.discard(part)
-        if len(self._sizes) == 1 or tensor.requires_grad:
-            self._apart[part] = tensor
-            return
-        if self._whole is None and not self._apart and tensor.is_contiguous():
-            self._whole = tensor.new_empty((sum(self._sizes), *tensor.shape[1:]))
-        whole = self._whole
-        # torch.cat knows what the result is where parts differ, or have another order of dimensions.
-        alike = whole is not None and tensor.dtype == whole.dtype and tensor.shape[1:] == whole.shape[1:]
-        if alike and tensor.is_contiguous():
-            with torch.no_grad():
-                self._of(part).copy_(tensor)
-        else:
-            self._apart[part] = tensor
-
-    def result(self) -> Tensor | None:
-        """Return all rows, zeros where a part has given nothing; None if none has."""
-        if len(self._missing) == len(self._sizes):
-            return None
-        with torch.no_grad():
-            for part in self._missing:
-                self._clear(part)
-        if len(self._sizes) == 1:
-            return self._apart[0]
-        if not self._apart:
-            return self._whole
-        return torch.cat([self._apart.get(part, self._of(part)) for part in range(len(self._sizes))])
-
-    def _of(self, part: int) -> Tensor:
-        if self._whole is None:
-            return self._apart[part]
-        return self._whole.narrow(0, self._starts[part], self._sizes[part])
-
-    def _clear(self, part: int) -> None:
-        if self._whole is not None:
-            self._of(part).zero_()
-            return
-        like = next(iter(self._apart.values()))
-        self._apart[part] = like.new_zeros((self._sizes[part], *like.shape[1:]))
-
-
 class Joint:
-    """The tensors that every part gives, in the same places, put together.
+    """The tensors that every part gives, in the same places, put together by ``torch.cat``.
 
     Without a ``cutter``, whose errors name the block, nothing is checked: gradients.
     """
 
     def __init__(self, sizes: Sequence[int], cutter: Cutter | None = None, *, graph: bool = False) -> None:
         self._sizes, self._cutter, self._graph = sizes, cutter, graph
-        self._rows: list[Rows] | None = None
+        self._columns: list[list[Tensor | None]] | None = None
+        """By place: what each part has given."""
 
     def put(self, part: int, tensors: Sequence[Tensor | None]) -> None:
         """Add what one part has given, in any order of parts; None counts as zeros if another part has given some."""
-        if self._rows is None:
-            self._rows = [Rows(self._sizes) for _ in tensors]
-        if len(self._rows) != len(tensors) and self._cutter is not None:
+        if self._columns is None:
+            self._columns = [[None] * len(self._sizes) for _ in tensors]
+        if len(self._columns) != len(tensors) and self._cutter is not None:
             raise self._cutter.other_outputs()
-        for rows, tensor in zip(self._rows, tensors, strict=True):
-            if tensor is None:
-                continue
-            if self._cutter is not None:
+        for column, tensor in zip(self._columns, tensors, strict=True):
+            if tensor is not None and self._cutter is not None:
                 check_rows(self._cutter, tensor, self._sizes[part])
-            rows.put(part, tensor if self._graph else tensor.detach())
+            column[part] = tensor if tensor is None or self._graph else tensor.detach()
 
     def results(self) -> list[Any]:
-        """Return each tensor for the batch; None where no part has given one."""
-        return [rows.result() for rows in self._rows or ()]
+        """Return each tensor for the batch; None where no part has given one. What the parts have given is let go."""
+        columns, self._columns = self._columns or [], None
+        return [self._whole(columns.pop(0)) for _ in range(len(columns))]
+
+    def _whole(self, column: list[Tensor | None]) -> Tensor | None:
+        like = next((tensor for tensor in column if tensor is not None), None)
+        if like is None or len(column) == 1:
+            return like
+        shape = like.shape[1:]
+        parts = [
+            like.new_zeros((size, *shape)) if tensor is None else tensor
+            for size, tensor in zip(self._sizes, column, strict=True)
+        ]
+        return torch.cat(parts)
 
 
 class Outputs:

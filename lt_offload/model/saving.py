@@ -61,7 +61,11 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return not (inner <= _LOW_RANK and _WIDER * inner <= width)
     if schema_of(func).name in _OTHER_PRODUCTS:
         return True
-    return func in ATTENTIONS and not _argument(func, "dropout_p", args, kwargs)
+    if func not in ATTENTIONS:
+        return False
+    arguments, at = schema_of(func).arguments, _position(func, "dropout_p")
+    draws = args[at] if at < len(args) else kwargs.get("dropout_p", arguments[at].default_value)
+    return not draws
 
 
 def for_replay(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -69,13 +73,13 @@ def for_replay(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Some attention kernels compute the log-sum-exp that their backward needs only if a gradient is expected.
     """
-    if func not in ATTENTIONS:
-        return args
-    names = [argument.name for argument in schema_of(func).arguments]
-    if "compute_log_sumexp" not in names:
-        return args
-    position = names.index("compute_log_sumexp")
-    return (*args[:position], True, *args[position + 1 :])
+    position = _position(func, "compute_log_sumexp") if func in ATTENTIONS else -1
+    return args if position < 0 else (*args[:position], True, *args[position + 1 :])
+
+
+def _position(func: Any, name: str) -> int:
+    """Return the position of an argument of an operation; -1 if it has none of that ``name``."""
+    return next((at for at, argument in enumerate(schema_of(func).arguments) if argument.name == name), -1)
 
 
 def travels(tensor: Tensor) -> bool:
@@ -184,10 +188,3 @@ class SparseParts:
         return torch.sparse_compressed_tensor(
             first, second, values, self._shape, layout=self._layout, check_invariants=False
         )
-
-
-def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
-    raise AssertionError(f"{func} has no argument {name}")

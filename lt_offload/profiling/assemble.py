@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from lt_offload.compat.torch import tree_leaves
 from lt_offload.machine.accounting import storage_bytes
 from lt_offload.machine.driver import page_table_bytes
 from lt_offload.model.blocks import Block, Structure
+from lt_offload.model.calls import Call
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.location import staged
 from lt_offload.model.parts import extent
@@ -25,13 +26,14 @@ from lt_offload.profiling.flops import flops_per_token
 from lt_offload.profiling.host_reads import Readers
 from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.optimizer import UpdateSizes
-from lt_offload.profiling.step.capture import Capture
 from lt_offload.profiling.step.logits import Tail
+from lt_offload.profiling.step.model_call import Seam
 from lt_offload.schema.profile import (
     RECORDED,
     BlockProfile,
     HardwareProfile,
     OptimizerProfile,
+    OptionName,
     OptionProfile,
     Profile,
     TensorProfile,
@@ -48,11 +50,43 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """One run of the model."""
+
+    structure: Structure
+    """The blocks in the order of their calls."""
+    others: list[tuple[int, Call]]
+    """Calls of modules that turned out to be no blocks, in the largest forward, each with the block that follows it."""
+    calls: tuple[Call, ...]
+    """One per block; blocks that cost the same share one."""
+    chained: tuple[bool, ...]
+    """Per block: its activations are the untouched results of the block before."""
+    seams: tuple[Seam, ...]
+    """Per block: the model's own code before it."""
+    outside: int
+    """Bytes outside the blocks that plans count in every step: masks, tables and tensors saved between blocks, which
+    live until the backward; the model's result, which its caller may hold until the next call of the model; what
+    outlives the step (blocks' outputs with the gradients that they retain, all else in an attribute or a list); what
+    deferred forwards keep until their backward (inputs of blocks, gradients of outputs, activations that several blocks
+    are given with their gradients); gradients that the loss itself gives blocks before the last one."""
+    once: tuple[bool, ...]
+    """Per block: it must not run a second time for its backward, nor without a graph."""
+    tail: Tail
+    """Without what ``outside`` has of it."""
+    after: Tail
+    """The same of all that follows the model's own loss, without that loss: other losses, other models."""
+    with_loss: Mapping[OptionName, Call]
+    """Call of the last block by option under which it computes the loss, too. Empty if it may not."""
+    forwards: int
+    """Calls of the model with gradients; figures of blocks are those of the largest one."""
+    deferred: int
+    """Number of forwards that another forward follows before their backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """The costs of a model's blocks, and of the computations outside them."""
 
-    structure: Structure
-    """The blocks as the model calls them."""
     captured: Capture
     costs: list[BlockCost]
     """One per block."""
@@ -72,7 +106,7 @@ def assemble(
     hardware: HardwareProfile,
 ) -> Profile:
     """Return the profile of a model that has been measured."""
-    structure = measured.structure
+    structure = measured.captured.structure
     batch_size, sequence_length = extent(batch)
     gpu = hardware.context_bytes > 0
     # Each counts by the seconds that it takes.
@@ -102,11 +136,7 @@ def assemble(
         blocks=tuple(blocks),
         optimizer=updates,
         hardware=hardware,
-        shared_bytes=measured.captured.between
-        + measured.captured.held
-        + measured.captured.lasting
-        + measured.captured.waiting
-        + measured.captured.arrived
+        shared_bytes=measured.captured.outside
         + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         + storage_bytes(model.buffers())
         # What lies outside the blocks stays on the device with its gradient and its states.
@@ -160,11 +190,7 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
     captured, costs = measured.captured, measured.costs
     profiles: list[BlockProfile] = []
     arrived = 0
-    # The profile counts for all steps what the caller holds of a result, and gradients for earlier blocks. The peak of
-    # the forward keeps the former: until it returns, the caller may hold the last batch's result beside the new one.
-    tail, held = captured.tail, captured.held
-    both = held + captured.arrived
-    tail = replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - both, left=tail.left - both)
+    tail = captured.tail
     for index, (block, call, cost) in enumerate(zip(structure.blocks, captured.calls, costs, strict=True)):
         last = index == len(costs) - 1
         # The previous block's output stays while a block runs that does not take it (a second embedding).

@@ -55,23 +55,15 @@ class BlockCost:
 class _Figures:
     """One option's figures."""
 
-    live: int = 0
-    """Bytes that the forward leaves, its input excluded."""
-    forward_peak: int = 0
-    backward_peak: int = 0
-    held_peak: int = 0
-    """``backward_peak`` with the gradients of parameters, if they stay."""
-    passing_peak: int = 0
-    """The same, if each goes as soon as it is complete."""
-    travelling: int = 0
-    """Bytes among ``live`` that may travel."""
-    saves_input: bool = False
-    input_travels: bool = False
-    output_bytes: int = 0
-    slack: int = 0
+    option: OptionProfile
+    """All that it saves stays on the device."""
+    travelling: int
+    """Bytes that it saves and that may travel."""
+    input_travels: bool
+    output_bytes: int
+    slack: int
     """Bytes that the allocator holds at the peak and has not given to anybody."""
-    forward: Lap = Lap()
-    backward: Lap = Lap()
+    launch_s: float = 0.0
     scatter: float = 0.0
 
 
@@ -81,14 +73,14 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
     input_bytes = storage_bytes(call.inputs)
-    profiles = [_option("keep", keep)]
-    if call.has_backward and keep.live and not once:
+    profiles = [keep.option]
+    if call.has_backward and keep.option.saved_bytes and not once:
         # Not timed: it takes what ``keep`` takes, and its forward once more.
         measured.append(_measure(call, "recompute", meter, timed=False))
         recompute = replace(
-            _option("recompute", measured[-1]),
-            forward_s=keep.forward.seconds,
-            backward_s=keep.forward.seconds + keep.backward.seconds,
+            measured[-1].option,
+            forward_s=keep.option.forward_s,
+            backward_s=keep.option.forward_s + keep.option.backward_s,
             saved_bytes=0,
             keeps_input=True,
         )
@@ -103,9 +95,9 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         # Nothing to run: it computes what ``keep`` computes, and the figures say how much of that may travel.
         moves = keep.input_travels
         offload = _travelling("offload", keep, input_bytes if moves else 0)
-        profiles.append(replace(offload, keeps_input=keep.saves_input and not moves))
+        profiles.append(replace(offload, keeps_input=keep.option.keeps_input and not moves))
     # No operation of compiled code can be left out, and none runs without its graph.
-    if call.has_backward and keep.live and not call.graphed and not once:
+    if call.has_backward and keep.option.saved_bytes and not call.graphed and not once:
         try:
             measured.append(_measure(call, "mixed", meter, timed=True))
             profiles.append(replace(_travelling("mixed", measured[-1], input_bytes), keeps_input=False))
@@ -114,7 +106,7 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     return BlockCost(
         input_bytes=input_bytes,
         output_bytes=keep.output_bytes,
-        launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
+        launch_s=keep.launch_s,
         options=tuple(option if option.name in RECORDED else _remembering(option, call) for option in profiles),
         slack_bytes=max(figures.slack for figures in measured),
         scatter=max(figures.scatter for figures in measured),
@@ -153,14 +145,14 @@ def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Me
     made = sum(p.nbytes for p in call.module.parameters() if p.requires_grad) if chunk_tokens else 0
     # The loss stays until the backward has begun with a gradient of its size.
     loss = figures.output_bytes
-    plain = replace(_option(name, figures), chunk_tokens=chunk_tokens).more(saved=loss, backward=loss)
+    plain = replace(figures.option, name=name, chunk_tokens=chunk_tokens).more(saved=loss, backward=loss)
     option = replace(
         plain.more(saved=-made, forward=made, backward=made), backward_peak_bytes=plain.backward_peak_bytes
     )
     return BlockCost(
         input_bytes=storage_bytes(call.inputs),
         output_bytes=0,
-        launch_s=max(figures.forward.launch_s, figures.backward.launch_s),
+        launch_s=figures.launch_s,
         options=(option,),
         slack_bytes=figures.slack,
     )
@@ -176,26 +168,10 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
     return option.more(saved=held, forward=call.copied_bytes, backward=held)
 
 
-def _option(name: OptionName, figures: _Figures) -> OptionProfile:
-    """Return the option under which all that ``figures`` are of stays on the device."""
-    return OptionProfile(
-        name=name,
-        forward_s=figures.forward.seconds,
-        backward_s=figures.backward.seconds,
-        saved_bytes=figures.live,
-        keeps_input=figures.saves_input,
-        offload_bytes=0,
-        forward_peak_bytes=figures.forward_peak,
-        backward_peak_bytes=figures.backward_peak,
-        held_peak_bytes=figures.held_peak,
-        passing_peak_bytes=figures.passing_peak,
-    )
-
-
 def _travelling(name: OptionName, figures: _Figures, input_bytes: int) -> OptionProfile:
     """Return an option that holds what it saves, and so much of its input, until its copies have ended."""
     moving = figures.travelling
-    option = _option(name, figures).more(saved=-moving, forward=moving, backward=moving)
+    option = replace(figures.option, name=name).more(saved=-moving, forward=moving, backward=moving)
     return replace(option, offload_bytes=moving + input_bytes)
 
 
@@ -224,23 +200,21 @@ def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> _Figur
 
     On a GPU the launches are timed first, and then how long it computes while the host is ahead of it.
     """
-    figures = _Figures()
     if call.compiled:
-        _run(call, option, meter, None)  # compiles
-    launches = [_run(call, option, meter, figures)]
-    ahead = 0.0, 0.0
+        _timed(call, option, meter)  # compiles
+    figures, first = _counted(call, option, meter)
+    launches, ahead = [first], (0.0, 0.0)
     if timed and meter.lags:
-        launches = [_run(call, option, meter, None) for _ in range(_LAUNCHES)]
-        ahead = (AHEAD * _launch(launches, 0), AHEAD * _launch(launches, 1))
+        launches = [_timed(call, option, meter) for _ in range(_LAUNCHES)]
+        ahead = AHEAD * _launch(launches, 0), AHEAD * _launch(launches, 1)
     laps: list[tuple[Lap, Lap]] = []
     while timed and not meter.enough([_seconds(run) for run in laps]):
-        laps.append(_run(call, option, meter, None, ahead))
+        laps.append(_timed(call, option, meter, ahead))
     counted = sorted(laps, key=_seconds)[: len(fastest([_seconds(run) for run in laps]))] or launches
-    figures.forward = _mean([lap for lap, _ in counted])
-    figures.backward = _mean([lap for _, lap in counted])
-    if timed and meter.lags:
-        figures.forward = replace(figures.forward, launch_s=_launch(launches, 0))
-        figures.backward = replace(figures.backward, launch_s=_launch(launches, 1))
+    forward, backward = (statistics.mean(run[which].seconds for run in counted) for which in (0, 1))
+    figures.option = replace(figures.option, forward_s=forward, backward_s=backward)
+    seen = launches if meter.lags else counted
+    figures.launch_s = max(_launch(seen, 0), _launch(seen, 1))
     figures.scatter = scatter([_seconds(run) for run in laps]) if laps else 0.0
     return figures
 
@@ -255,57 +229,67 @@ def _seconds(run: tuple[Lap, Lap]) -> float:
     return sum(lap.seconds for lap in run)
 
 
-def _mean(laps: list[Lap]) -> Lap:
-    return Lap(
-        seconds=statistics.mean(lap.seconds for lap in laps), launch_s=statistics.mean(lap.launch_s for lap in laps)
-    )
-
-
-def _run(
-    call: Call,
-    option: Option,
-    meter: Meter,
-    figures: _Figures | None,
-    ahead: tuple[float, float] = (0.0, 0.0),
-) -> tuple[Lap, Lap]:
-    """Run forward and backward, ``ahead`` of the device by so many seconds.
-
-    Fills in ``figures`` if given, which costs time.
-    """
+def _timed(call: Call, option: Option, meter: Meter, ahead: tuple[float, float] = (0.0, 0.0)) -> tuple[Lap, Lap]:
+    """Run forward and backward, ``ahead`` of the device by so many seconds; return their times."""
     trial = _Trial(call, option)
-    device = next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    watch = Watch(device) if figures is not None else None
     # Starts the clock: what lies before is not the forward's.
     meter.lap(ahead[0])
-    with watch or nullcontext():
-        trial.forward()
+    trial.forward()
     forward = meter.lap()
-    if figures is not None and watch is not None:
-        figures.live = watch.current
-        figures.output_bytes = trial.output_bytes
-        # A peak is what comes on top: plans count themselves what stays, outputs, and gradients of inputs.
-        figures.forward_peak = max(0, watch.peak() - figures.live - trial.output_bytes)
-        figures.travelling, figures.saves_input, figures.input_travels = trial.travelling()
-        figures.slack = watch.slack
     if not call.has_backward:
         return forward, Lap()
     gradients = trial.incoming_gradients()
     meter.lap(ahead[1])
-    with watch or nullcontext():
-        trial.backward(gradients, None if watch is None else watch.leave_out)
-    backward = meter.lap()
-    if figures is not None and watch is not None:
+    trial.backward(gradients)
+    return forward, meter.lap()
+
+
+def _counted(call: Call, option: Option, meter: Meter) -> tuple[_Figures, tuple[Lap, Lap]]:
+    """Run forward and backward; return their bytes, counting which costs time, and their times."""
+    trial = _Trial(call, option)
+    watch = Watch(next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu")))
+    meter.lap()
+    with watch:
+        trial.forward()
+    forward = meter.lap()
+    live, output_bytes = watch.current, trial.output_bytes
+    # A peak is what comes on top: plans count themselves what stays, outputs, and gradients of inputs.
+    forward_peak = max(0, watch.peak() - live - output_bytes)
+    travelling, saves_input, input_travels = trial.travelling()
+    backward, streamed, held, passing = Lap(), 0, 0, 0
+    if call.has_backward:
+        gradients = trial.incoming_gradients()
+        meter.lap()
+        with watch:
+            trial.backward(gradients, watch.leave_out)
+        backward = meter.lap()
         # Plans count the gradient of the first output only.
         beside = sum(gradient.nbytes for slot, gradient in gradients.items() if slot)
         outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need) - beside
-        figures.held_peak = max(0, watch.held_peak() - figures.live - outgoing)
-        figures.passing_peak = max(0, watch.whole_peak() - figures.live - outgoing)
         # Compiled code makes all gradients before the first one is used, and parts add theirs up: they count.
         together = call.compiled or trial.cut is not None
-        streamed = watch.whole_peak() - call.passing_bytes if together else watch.peak()
-        figures.backward_peak = max(0, streamed - figures.live - outgoing)
-        figures.slack = watch.slack
-    return forward, backward
+        peaks = watch.whole_peak() - call.passing_bytes if together else watch.peak(), watch.held_peak()
+        streamed, held, passing = (max(0, peak - live - outgoing) for peak in (*peaks, watch.whole_peak()))
+    profile = OptionProfile(
+        name=option,
+        forward_s=0.0,
+        backward_s=0.0,
+        saved_bytes=live,
+        keeps_input=saves_input,
+        offload_bytes=0,
+        forward_peak_bytes=forward_peak,
+        backward_peak_bytes=streamed,
+        held_peak_bytes=held,
+        passing_peak_bytes=passing,
+    )
+    figures = _Figures(
+        option=profile,
+        travelling=travelling,
+        input_travels=input_travels,
+        output_bytes=output_bytes,
+        slack=watch.slack,
+    )
+    return figures, (forward, backward)
 
 
 class _Trial:
@@ -347,6 +331,8 @@ class _Trial:
                     slots = self.call.slots
                     joint.put(part, [x if at in cut.rows else None for at, x in zip(slots, grads, strict=True)])
                 del grads, mine
+            if joint is not None:
+                joint.results()  # beside what the parts have given
 
     def travelling(self) -> tuple[int, bool, bool]:
         """Return the number of saved bytes that may travel, whether the input is saved, and whether it may travel."""

@@ -6,7 +6,7 @@ them needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -174,8 +174,8 @@ def measure_hardware(
             limit = PinLimit(nbytes=0, how=f"{format_bytes(LOCKED_BYTES)} could not be locked")
             links = measure_links(target, pinned=False, node=node)
     source = [
-        f"measured; one direction alone: {format_bytes(links.h2d_alone)}/s to the device, "
-        f"{format_bytes(links.d2h_alone)}/s to the host"
+        f"measured; one direction alone: {format_bytes(links['h2d_alone_bytes_per_s'])}/s to the device, "
+        f"{format_bytes(links['d2h_alone_bytes_per_s'])}/s to the host"
     ]
     return HardwareProfile(
         name=torch.cuda.get_device_name(target) if cuda else EMULATED,
@@ -183,11 +183,7 @@ def measure_hardware(
         host_bytes=host,
         # Where no limit was found, what this process has taken already could be locked as well.
         pinnable_bytes=host if limit.nbytes == free else limit.nbytes,
-        h2d_bytes_per_s=links.h2d,
-        d2h_bytes_per_s=links.d2h,
-        h2d_alone_bytes_per_s=links.h2d_alone,
-        d2h_alone_bytes_per_s=links.d2h_alone,
-        staged_bytes_per_s=links.staged,
+        **links,
         context_bytes=context_bytes(target) if cuda else 0,
         process_bytes=taken_host_bytes().all,
         source="; ".join([*source, f"page-locked memory: {limit.how}"] if limit.how else source),
@@ -237,7 +233,7 @@ def check_memory(memory: int | None, device: torch.device) -> None:
 
 def check_host_memory(host_memory: int | None) -> None:
     """Raise ``ConfigError`` if this machine, or the container of this process, can never have so many bytes of RAM."""
-    has = [("this machine has", total_host_bytes()), *(("its container may take", n) for n in _cgroup_limits(_CGROUP))]
+    has = [("this machine has", total_host_bytes()), *(("its container may take", n) for n, _ in _cgroups(_CGROUP))]
     where, most = min(has, key=lambda one: one[1])
     if host_memory is not None and host_memory > most:
         raise ConfigError(
@@ -263,7 +259,7 @@ def available_host_bytes() -> int:
     """Return the RAM that this process may still take, by the system's free RAM and the limits of its control group."""
     import psutil  # type: ignore[import-untyped]
 
-    return max(0, min([int(psutil.virtual_memory().available), *_cgroup_bytes(_CGROUP)]))
+    return max(0, min([int(psutil.virtual_memory().available), *(left for _, left in _cgroups(_CGROUP))]))
 
 
 class TakenHostBytes(NamedTuple):
@@ -297,26 +293,13 @@ _MEMORY_FILES = (
 """Files of control groups, versions 2 and 1: the limit, the use, and the name of the page cache's part of the use."""
 
 
-def _cgroup_limits(root: Path) -> list[int]:
-    """Return the limits of the control group, per version that is mounted; empty without a limit."""
-    allowed = []
-    for limit_file, *_ in _MEMORY_FILES:
-        try:
-            allowed.append(int((root / limit_file).read_text()))
-        except (OSError, ValueError):  # there is none: "max"
-            continue
-    return allowed
-
-
-def _cgroup_bytes(root: Path) -> list[int]:
-    """Return the bytes that the control group leaves, per version that is mounted; empty without a limit."""
-    left: list[int] = []
+def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit of the control group and the bytes that it leaves, per mounted version with a limit."""
     for limit_name, used_name, cache_key in _MEMORY_FILES:
         try:
             limit, used_file = int((root / limit_name).read_text()), root / used_name
             used = int(used_file.read_text())
             statistics = dict(line.split() for line in (used_file.parent / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # there is none: "max"
             continue
-        left.append(limit - used + int(statistics.get(cache_key, 0)))  # the page cache gives way
-    return left
+        yield limit, limit - used + int(statistics.get(cache_key, 0))  # the page cache gives way

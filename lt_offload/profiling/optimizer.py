@@ -12,6 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ class UpdateSizes:
             state = self._optimizer.state.get(parameter)
             held = _state_bytes(state) if state else 0
             if not state or not is_known(self._optimizer):  # others may hold more some steps later
-                held = max(held, _state_after_steps(self._sample(parameter)))
+                held = max(held, _tried(self._sample(parameter), torch.device("cpu"), _state_after_steps))
             self._states[kind] = held
         return self._states[kind]
 
@@ -129,28 +130,20 @@ class UpdateSizes:
         if kind is None or is_known(self._optimizer):
             return None
         if kind not in self._scratch:
-            seen = _scratch_of_steps(self._sample(parameter), self.state(parameter), self._device)
+            room = self.state(parameter) / max(1, parameter.numel())
+            seen = _tried(self._sample(parameter), self._device, partial(_scratch_of_steps, room))
             self._scratch[kind] = max(seen, math.ceil(parameter.nbytes * self._ratio))
         return self._scratch[kind]
 
     def scratch_of_all(self, parameters: Sequence[nn.Parameter], ratio: float) -> int:
         """Return the bytes that one step of the optimizer takes for a moment on the device, for all ``parameters``.
 
-        Where it takes them in turn, a variable of its loop still has what was made for the one before. ``ratio``: bytes
-        per byte of a tensor, where the largest tensor tells (:meth:`scratch`).
+        As torch takes them on a GPU by itself: all at once (foreach). ``ratio``: bytes per byte of a tensor, where the
+        largest tensor tells (:meth:`scratch`).
         """
         trained = [parameter for parameter in parameters if self._kind(parameter) is not None]
-        trained.sort(key=lambda parameter: self._places[parameter])
         scratches = [self.scratch(parameter) for parameter in trained]
-        sizes = [int(p.nbytes * ratio) if own is None else own for p, own in zip(trained, scratches, strict=True)]
-        # Torch takes all tensors at once (foreach), on a GPU by itself.
-        by_itself = self._device.type == "cuda"
-        chosen = [group.get("foreach") for group in self._optimizer.param_groups]
-        at_once = any(by_itself if foreach is None else foreach for foreach in chosen)
-        if at_once:
-            return sum(sizes)
-        left = [0, *(min(size, parameter.nbytes) for parameter, size in zip(trained, sizes, strict=True))]
-        return max((size + before for size, before in zip(sizes, left, strict=False)), default=0)
+        return sum(int(p.nbytes * ratio) if own is None else own for p, own in zip(trained, scratches, strict=True))
 
     def _kind(self, parameter: nn.Parameter) -> object:
         place = self._places.get(parameter)
@@ -169,65 +162,49 @@ def _state_bytes(state: Mapping[str, Any]) -> int:
     return sum(round_up(t.nbytes, STATE_ALIGNMENT) for t in tensors.values())
 
 
-def _state_after_steps(sample: _Sample) -> int:
-    """Step a stand-in on fake tensors, which takes no memory; on real ones where that does not work."""
-    most = 1 if is_known(sample.optimizer) else _STEPS
+def _tried(sample: _Sample, device: torch.device, trial: Callable[[_Sample, torch.device], int]) -> int:
+    """Return the bytes that ``trial`` counts in the first steps of a tensor like ``sample``.
+
+    Fake tensors are tried first, which take no memory. Real ones follow, with fewer rows if there are very many, where
+    fake ones do not work, or where a foreign step goes on by numbers, which fake tensors do not have.
+    """
     try:
         # A fallback would compute on real tensors; states that were made with the optimizer are real.
         with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), _Answers() as answers:
-            stand_in = _ParameterStandIn(sample, torch.device("cpu"))
-            # Not all fused kernels run on fake tensors; the state is the same.
-            group = stand_in.optimizer.param_groups[0]
-            group.update({name: False for name in ("fused", "foreach") if name in group})
-            sizes = _bytes_by_step(stand_in, most)
-    except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
-        return max(_bytes_by_step(_ParameterStandIn(sample, torch.device("cpu")), most))
-    if most == 1 or not answers.used:
-        return max(sizes)
-    part = replace(sample, shape=_cut(sample.shape, _SAMPLE_ELEMENTS))
-    # Numbers may decide by how much the state grows: that is seen on a few real rows.
-    grown = _bytes_by_step(_ParameterStandIn(part, torch.device("cpu")), most)
-    return max(*sizes, round_up(sizes[0] * max(grown) // max(1, grown[0]), STATE_ALIGNMENT))
-
-
-def _bytes_by_step(stand_in: _ParameterStandIn, most: int) -> list[int]:
-    """Return the bytes of the state after each of the first steps; no more are tried once three leave it as it is."""
-    sizes: list[int] = []
-    stand_in.copy_state()
-    while len(sizes) < most and (len(sizes) < _UNCHANGED or len(set(sizes[-_UNCHANGED:])) > 1):
-        stand_in.step()
-        sizes.append(_state_bytes(stand_in.state))
-    return sizes
-
-
-def _scratch_of_steps(sample: _Sample, room: int, device: torch.device) -> int:
-    """Return the most that one of the first steps takes for a moment, of a tensor with ``room`` bytes for its state.
-
-    Fake tensors are tried first. Real ones follow, with fewer rows if there are very many, where fake ones do not work,
-    or where the step asks for numbers, which fake tensors do not have, and goes on by them.
-    """
-    try:
-        with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), _Answers() as answers:
-            fake = _scratch_by_step(sample, device, room)
-        if not answers.used:
+            fake = trial(sample, device)
+        if is_known(sample.optimizer) or not answers.used:
             return fake
     except Exception:  # whatever a foreign optimizer meets on fake tensors
         fake = 0
     part = replace(sample, shape=_cut(sample.shape, _SAMPLE_ELEMENTS))
     share = math.prod(part.shape) / max(1, math.prod(sample.shape))
-    real = _scratch_by_step(part, torch.device("cpu"), int(room * share))
-    return real if share == 1 else max(fake, math.ceil(real / share))
+    real = trial(part, torch.device("cpu"))
+    return real if share == 1 else max(fake, round_up(math.ceil(real / share), STATE_ALIGNMENT))
 
 
-def _scratch_by_step(sample: _Sample, device: torch.device, room: int) -> int:
-    """Return the most bytes that one of the first steps takes for a moment, with ``room`` for each state at hand.
+def _state_after_steps(sample: _Sample, device: torch.device) -> int:
+    """Return the most bytes of the state after one of the first steps; three that leave it alone are enough."""
+    most, sizes = 1 if is_known(sample.optimizer) else _STEPS, list[int]()
+    stand_in = _ParameterStandIn(sample, device)
+    # Not all fused kernels run on fake tensors; the state is the same.
+    group = stand_in.optimizer.param_groups[0]
+    group.update({name: False for name in ("fused", "foreach") if name in group})
+    stand_in.copy_state()
+    while len(sizes) < most and (len(sizes) < _UNCHANGED or len(set(sizes[-_UNCHANGED:])) > 1):
+        stand_in.step()
+        sizes.append(_state_bytes(stand_in.state))
+    return max(sizes)
+
+
+def _scratch_of_steps(room: float, sample: _Sample, device: torch.device) -> int:
+    """Return the most bytes that one of the first steps takes for a moment, with ``room`` for states, per element.
 
     It is that of one tensor, or half that of two: some optimizers (Muon's kin) stack matrices of one shape.
     """
-    most = 0
+    most, nbytes = 0, int(room * math.prod(sample.shape)) + STATE_ALIGNMENT
     for copies in (1, 2):
         stand_in = _ParameterStandIn(sample, device, copies=copies)
-        memory = [torch.empty(room + STATE_ALIGNMENT, dtype=torch.uint8, device=device) for _ in range(copies)]
+        memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(copies)]
         stand_in.copy_state()
         for _ in range(_STEPS):
             stand_in.fill_gradients()
@@ -257,7 +234,7 @@ class _Answers(OperationMode):
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:
             self.used = True
-            return torch.ones((), dtype=args[0].dtype).item()
+            return 1.0 if args[0].dtype.is_floating_point else 1
 
 
 @dataclass(frozen=True, slots=True)

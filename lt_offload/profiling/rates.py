@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -67,9 +68,9 @@ def paces(
     counts = {lane: _Count() for lane in pieces}
     ready = threading.Barrier(len(pieces))
     over = threading.Event()
-    errors: list[BaseException] = []
 
-    def work(lane: LaneName, piece: Piece, count: _Count) -> None:
+    def work(lane: LaneName, piece: Piece) -> None:
+        count = counts[lane]
         try:
             if lane == "host":
                 (node or MemoryNode()).bind()
@@ -88,27 +89,19 @@ def paces(
                 # Not before every lane has done a piece, however long that takes the slowest.
                 if count.seconds >= least_s and all(c.pieces for c in counts.values()):
                     over.set()
-        except BaseException as error:  # raised again by the calling thread
-            errors.append(error)
+        except BaseException:
             over.set()
             ready.abort()
+            raise
 
     before = torch.get_num_threads()
-    threads = [
-        threading.Thread(target=work, args=(lane, piece, counts[lane]), name=f"lt_offload measures {lane}")
-        for lane, piece in pieces.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(pieces), thread_name_prefix="lt_offload measures") as pool:
+        done = [pool.submit(work, lane, piece) for lane, piece in pieces.items()]
     torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
-    try:
-        if errors:
-            # The barrier breaks for all others because of the first error, which is the one that says something.
-            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-    finally:
-        errors.clear()  # or the error would hold itself, and the memory of all pieces
+    # The barrier breaks for all others because of the first error, which is the one that says something.
+    done.sort(key=lambda one: isinstance(one.exception(), threading.BrokenBarrierError))
+    while done:  # emptied, or an error would hold itself, and the memory of all pieces
+        done.pop(0).result()
     return {lane: count.pieces / count.seconds for lane, count in counts.items()}
 
 
@@ -129,20 +122,6 @@ def _on_stream(work: Piece, device: torch.device, times: int) -> Piece:
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Links:
-    """Copy speeds between host and device, in bytes per second."""
-
-    h2d_alone: float
-    d2h_alone: float
-    h2d: float
-    """While the other direction is busy."""
-    d2h: float
-    """While the other direction is busy."""
-    staged: float
-    """The slower direction while both are busy, for host memory that is not page-locked; 0 without CUDA."""
 
 
 class CopyPair:
@@ -184,10 +163,10 @@ class CopyPair:
         }
 
 
-def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode | None = None) -> Links:
-    """Measure copies, each way alone and both at once; without CUDA between two buffers in RAM.
+def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode | None = None) -> dict[str, Any]:
+    """Return speeds of copies, each way alone and both at once: fields of ``HardwareProfile``.
 
-    Smaller ones than usual, if the device has little memory left.
+    Without CUDA they are between two buffers in RAM; smaller ones than usual, if the device has little memory left.
 
     Args:
         device: where to copy to and from.
@@ -198,7 +177,7 @@ def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode
     return in_what_room(measure, _COPY_BYTES, least=_LEAST_COPY_BYTES)
 
 
-def _measure_links(device: torch.device, pinned: bool, node: MemoryNode, nbytes: int) -> Links:
+def _measure_links(device: torch.device, pinned: bool, node: MemoryNode, nbytes: int) -> dict[str, Any]:
     with ExitStack() as stack:
         copies, staged = CopyPair(device, node, nbytes), 0.0
         cuda = device.type == "cuda"
@@ -211,7 +190,8 @@ def _measure_links(device: torch.device, pinned: bool, node: MemoryNode, nbytes:
         pieces, each = copies.pieces(), nbytes * (_COPIES if cuda else 1)
         alone = {lane: each * paces({lane: piece}, least_s=_LINK_S)[lane] for lane, piece in pieces.items()}
         both = {lane: each * pace for lane, pace in paces(pieces, least_s=_LINK_S).items()}
-    return Links(h2d_alone=alone["h2d"], d2h_alone=alone["d2h"], h2d=both["h2d"], d2h=both["d2h"], staged=staged)
+    speeds = {f"{lane}_alone_bytes_per_s": speed for lane, speed in alone.items()}
+    return speeds | {f"{lane}_bytes_per_s": speed for lane, speed in both.items()} | {"staged_bytes_per_s": staged}
 
 
 def copies_beside(device: torch.device, node: MemoryNode, stack: ExitStack, nbytes: int) -> dict[LaneName, Piece]:

@@ -455,7 +455,7 @@ AROUND = (
     mutant(
         "states that grow are not waited for",
         STATES,
-        "held = max(held, _state_after_steps(self._sample(parameter)))",
+        'held = max(held, _tried(self._sample(parameter), torch.device("cpu"), _state_after_steps))',
         "pass",
         "unit/profiling/test_optimizer.py",
     ),
@@ -544,8 +544,8 @@ HEADS = (
     mutant(
         "gradients are made where no backward can come",
         HEAD,
-        "made.backward and need",
-        "need",
+        "[backward and need for need",
+        "[need for need",
         "unit/model/test_head.py",
     ),
     mutant(

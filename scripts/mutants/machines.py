@@ -69,8 +69,8 @@ BETWEEN_MACHINES = (
     mutant(
         "two machines send twice as much as they do",
         DURATIONS,
-        "min(2, more) * nbytes / speed",
-        "2 * nbytes / speed",
+        "return more * nbytes / speed",
+        "return 2 * nbytes / speed",
         MACHINES,
     ),
 )

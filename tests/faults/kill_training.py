@@ -107,9 +107,14 @@ class Begun(Callback):
 
 def train(folder: Path, shared: Path, asynchronous: bool, pipe: int) -> None:
     """Train, from the newest checkpoint in ``folder`` if there is one; leave the result there."""
+
+    def known(first: FirstStep, *_shown: Any) -> Profile:
+        first.reached()
+        return Profile.load(shared / "profile.json")
+
     if (shared / "plan.json").exists():
         prepare.measure = lambda *args, **kwargs: Profile.load(shared / "profile.json")
-        FirstStep.measure = lambda *args: Profile.load(shared / "profile.json")  # type: ignore[method-assign]
+        FirstStep.profile = known  # type: ignore[method-assign]
         strategy = OffmateStrategy(plan=shared / "plan.json", async_checkpoint=asynchronous)
     else:
         strategy = OffmateStrategy(memory="190KB", report_dir=shared)

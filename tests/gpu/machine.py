@@ -14,8 +14,8 @@ import lt_offload
 from lt_offload.errors import InfeasibleError
 from lt_offload.machine.driver import context_bytes
 from lt_offload.profiling import rates
-from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.hardware import load_hardware, measure_hardware
+from lt_offload.profiling.machine import measure_contention
 from lt_offload.schema.profile import Contention, HardwareProfile, Profile
 from tests.gpu.target import Target
 

@@ -151,16 +151,17 @@ def profiled(patch: pytest.MonkeyPatch, change: Callable[[partial[Profile], Any]
         patch: ends it.
         change: called with what measures, if it is called, and with the LightningModule; it returns the profile.
     """
-    aside, within = sample.measure, FirstStep.measure
+    aside, within = sample.measure, FirstStep.profile
 
     def of_batch(trainer: Any, *args: Any, **options: Any) -> Profile:
         return change(partial(aside, trainer, *args, **options), trainer.lightning_module)
 
     def of_step(first: FirstStep, *shown: Any) -> Profile:
+        first.reached()
         return change(partial(within, first, *shown), first.model)
 
     patch.setattr(sample, "measure", of_batch)
-    patch.setattr(FirstStep, "measure", of_step)
+    patch.setattr(FirstStep, "profile", of_step)
 
 
 def stepped(strategy: Any, module: Stepping, batches: list[dict[str, Tensor]], **settings: Any) -> Result:

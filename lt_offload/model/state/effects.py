@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,10 @@ class Effects:
         self._seen: set[_Part] = set()
         self._graded: dict[Owner, bool] = {}
 
+    def untouched(self) -> AbstractContextManager[None]:
+        """Enclose runs that leave no trace: they see what there is now, with copies of tensors."""
+        return _restored([(part, part.save()) for part in (*self._parts, *self._generators)])
+
     @contextmanager
     def first_run(self) -> Iterator[Snapshot]:
         """Enclose the first of a block's runs; the snapshot that it yields is complete afterwards."""
@@ -120,17 +124,9 @@ class Rest:
         """Return the name of a buffer that was written to since: what it held is gone."""
         return next((part.name for part, before in self._items if part.rewritten(before)), None)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Enclose another run, that sees the state as it was then; afterwards it is as it is now."""
-        moved = [(part, before, part.now()) for part, before in self._items if part.differs(before, False)]
-        for part, before, _ in moved:
-            part.restore(before)
-        try:
-            yield
-        finally:
-            for part, _, now in moved:
-                part.restore(now)
+        return _restored([(part, before) for part, before in self._items if part.differs(before, False)])
 
 
 class Snapshot:
@@ -165,26 +161,27 @@ class Snapshot:
     @contextmanager
     def restored(self, *, graph: bool = False) -> Iterator[None]:
         """Enclose a run, perhaps with a graph, that sees the state as it was before; afterwards it is as it is now."""
-        present = [(part, part.now()) for part, _ in self.items]
-        with self.rest.restored():
-            for part, before in self.items:
-                part.restore(before)
-            try:
-                yield
-                if graph:
-                    graded: dict[Owner, bool] = {}
-                    for location in self.locations():
-                        requires = any(tensor.requires_grad for tensor in _tensors(location.value))
-                        graded[location.owner] = graded.get(location.owner, False) or requires
-                    self.graded.update(graded)
-            finally:
-                for part, now in present:
-                    part.restore(now)
+        with self.rest.restored(), _restored(self.items):
+            yield
+            if graph:
+                graded: dict[Owner, bool] = {}
+                for location in self.locations():
+                    requires = any(tensor.requires_grad for tensor in _tensors(location.value))
+                    graded[location.owner] = graded.get(location.owner, False) or requires
+                self.graded.update(graded)
 
-    def undo(self) -> None:
-        """Make the state what it was, for good."""
-        for part, before in self.items:
-            part.undo(before)
+
+@contextmanager
+def _restored(items: Iterable[tuple[_Part, Any]]) -> Iterator[None]:
+    """Let parts be what they were before; afterwards they are as they are now."""
+    present = [(part, part.now()) for part, _ in items]
+    for part, before in items:
+        part.restore(before)
+    try:
+        yield
+    finally:
+        for part, now in present:
+            part.restore(now)
 
 
 class _Part:
@@ -219,10 +216,6 @@ class _Part:
     def restore(self, before: Any) -> None:
         """Make the state what it was."""
         raise NotImplementedError
-
-    def undo(self, before: Any) -> None:
-        """Make the state what it was, in its own place."""
-        self.restore(before)
 
     def locations(self, before: Any) -> Iterator[Location]:
         """Yield where tensors of numbers are that were not there before."""
@@ -319,13 +312,6 @@ class _BufferPart(_Part):
         value = self._holder.get(self._name)
         if value is not before[0] and _has_numbers(value):
             yield Location((id(self._holder), self._name), self._holder, self._name)
-
-    def undo(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
-        buffer, _, content = before
-        self._holder[self._name] = buffer
-        if buffer is not None and content is not None:
-            with torch.no_grad():
-                buffer.copy_(content)
 
 
 class _Generator(_Part):

@@ -83,16 +83,15 @@ def network_s(plan: Plan, profile: Profile) -> float:
 def between_s(nbytes: int, profile: Profile) -> float:
     """Return the seconds in which gradients of W bytes are added up over the network, beside nothing else.
 
-    They go from machine to machine in parts, each of M machines adds its own, and the sums come back the same way. One
-    machine between others sends 2 W and receives 2 W over its network card, of B bytes per second in each direction: 2
-    W/B. Of two machines each sends W and receives W at the same time: W/B. The first part takes 2 (M-1) hops.
+    In parts, each of M machines adds its own in turn, and broadcasts the sum. So each receives M-1 times W over its
+    network card, of B bytes per second in each direction: (M-1) W/B. The first part takes 2 (M-1) hops.
     """
     machine, more = profile.hardware, profile.machines - 1
     if not more or not nbytes:
         return 0.0
     speed = machine.network_bytes_per_s
     hops = 2 * more * (machine.network_s + min(PART_BYTES, nbytes) / speed)
-    return min(2, more) * nbytes / speed + hops
+    return more * nbytes / speed + hops
 
 
 def norm_s(plan: Plan, profile: Profile) -> float:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from typing_extensions import override
 
 from lt_offload.compat.torch import Operation, lower_graphs, packet_of, schema_of
 from lt_offload.model.blocks import Structure
@@ -174,3 +175,58 @@ def _is_view(node: Node) -> bool:
 
 def _name(func: Any) -> str:
     return str(packet_of(func)).rpartition(".")[2]
+
+
+# -- Liger's kernels --------------------------------------------------------------------------------------------------
+
+# One operation each, with its reads and writes, without Triton or a GPU. What is saved follows ``liger_kernel.ops``
+# (``rms_norm.py``, ``swiglu.py``, ``geglu.py``): a norm its input and a number per row, a gated activation its two
+# inputs, over which its backward writes their gradients.
+
+
+def _kernel(read: Sequence[Tensor], like: Sequence[Tensor], *, rows: int = 0) -> list[Tensor]:
+    """Return the results of a kernel that reads ``read``: tensors as ``like``, and a number for each of the rows."""
+    sizes = [written_as(tensor) for tensor in like] + ([[[rows], [1], "float32"]] if rows else [])
+    written: list[Tensor] = torch.ops.lt_offload.fused.default(list(read), json.dumps(sizes))
+    return written
+
+
+class PlannedNorm(torch.autograd.Function):
+    """RMSNorm over the last dimension, of shape (..., features); the root of each row is saved in float32."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, epsilon: float, offset: float, casts: str, in_place: bool
+    ) -> Tensor:
+        x = x.contiguous()
+        out, roots = _kernel([x, weight], [x], rows=x.numel() // x.shape[-1])
+        ctx.save_for_backward(x, weight, roots)
+        return out
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        x, weight, roots = ctx.saved_tensors
+        gradients = _kernel([grads[0], x, weight, roots], [x, weight] if ctx.needs_input_grad[1] else [x])
+        return gradients[0], gradients[1] if len(gradients) > 1 else None, None, None, None, None
+
+
+class PlannedGated(torch.autograd.Function):
+    """The product of an activation of ``gate`` and ``up``, all of one shape."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        (out,) = _kernel([gate, up], [gate])
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        gate, up = ctx.saved_tensors
+        # Over its inputs, as Liger's does: new tensors would count as memory that it never takes.
+        torch.ops.lt_offload.fused_into.default([grads[0], gate, up], [gate, up])
+        return gate, up

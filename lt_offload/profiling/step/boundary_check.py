@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from lt_offload import limits
 from lt_offload.compat.torch import (
     BatchNorm,
+    address_of,
+    has_storage,
+    schema_of,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
 )
 from lt_offload.errors import OffloadError
-from lt_offload.machine.dispatch import OperationLog
+from lt_offload.machine.dispatch import OperationLog, OperationMode, called_unseen, calls_others, writes
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import (
     Call,
@@ -128,7 +131,10 @@ class BoundaryCheck:
         self._kinds[index] = id(call)
         if call.has_backward and not torch.is_grad_enabled():
             self.unrecorded.add(id(call))
-            return self._run_unrecorded(index, call, run, versions, origins)
+            out = run()
+            self._given.append((index, versions, Rest([])))
+            self._note_inputs(origins, self._uses[id(call)])  # as another of its kind, which has had a graph
+            return out
         constant = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.requires_grad]
         out = self._run_twice(index, call, run, versions)
         # An argument that nothing was to reach the gradient of stays the caller's own: what was added would have none.
@@ -163,24 +169,11 @@ class BoundaryCheck:
         known = known and not isinstance(call.module, HeadLoss)
         return known and index not in self.once and InnerHooks(block.name, block.module).find() is None
 
-    def _run_unrecorded(
-        self,
-        index: int,
-        call: Call,
-        forward: Callable[[], Any],
-        versions: _Versions,
-        origins: Sequence[tuple[Any, int]],
-    ) -> Any:
-        """Run a block without a graph, which another of its kind has had."""
-        out, uses = forward(), self._uses[id(call)]
-        self._given.append((index, versions, Rest([])))
-        self._note_inputs(origins, uses)
-        return out
-
     def _run_twice(self, index: int, call: Call, forward: Callable[[], Any], arguments: _Versions) -> Any:
-        """Run a block without a graph, and once more with one from the state that it had; return the second output.
+        """Run a block with a graph, and once more without one from the state that it had; return the first output.
 
         Of blocks of one kind the first that runs twice shows what holds for all, unless it draws or leaves a trace.
+        Another one of its kind runs twice if it calls other operations, as a number among its attributes may tell it.
 
         One that has hooks of users inside, or that fails without a graph, has to run once. One whose numbers are others
         without a graph (torch chooses kernels by that) always has to run with one. Bits alone would not tell: two
@@ -188,111 +181,97 @@ class BoundaryCheck:
         have to call the same operations.
 
         Raises:
-            UnsupportedError: if outputs differ by a bit even so, or the block writes to its input.
+            UnsupportedError: if outputs differ by a bit even with a graph, or the block writes to its input.
         """
-        block, self._rest, known = self._blocks[index], Rest([]), id(call) in self._compared
-        if call.compiled or (known and not has_values(call)) or isinstance(call.module, HeadLoss):
+        block, self._rest, known = self._blocks[index], Rest([]), self._compared.get(id(call))
+        if call.compiled or (known is not None and not has_values(call)) or isinstance(call.module, HeadLoss):
             return self._run_kept(index, call, forward)  # always with a graph, or all that can be known is known
         hook = InnerHooks(block.name, block.module).find()
-        if hook is not None:
-            return self._run_only_once(index, call, forward, hook)
-        if call.contexts.modes:
-            return self._run_only_once(index, call, forward, f"it runs within {call.contexts.modes[-1]}")
-        effects = Effects(block.module, watched=3 if has_values(call) else 0)
-        if known:
-            return self._run_as_kind(index, call, forward, effects)
-        # Both runs draw the same numbers: otherwise dropout alone would make their outputs differ.
+        if hook is not None or call.contexts.modes:
+            out = self._run_kept(index, call, forward)
+            self._runs_once(index, call, "for its hooks", hook or f"it runs within {call.contexts.modes[-1]}")
+            return out
         before_draws = call.draws()
-        with effects.first_run() as before, self._aside(), torch.no_grad(), OperationLog() as operations:
-            try:
-                first, failed = forward(), None
-            except Exception as error:  # whatever users' code raises where there is no graph
-                first, failed = None, error
-        call.draw_from(before_draws)
+        watched = 3 if has_values(call) else 0
+        with Effects(block.module, watched=watched).first_run() as before, OperationLog() as operations:
+            out = self._run_kept(index, call, forward)
+        self._rest = before.rest
         if call.seen is None:
             call.seen, call.held_bytes, call.copied_bytes = before.rest, before.held_bytes, before.copied_bytes
-        # In place and for good: the run with a graph, which is the one that stays, begins where this one began.
-        before.undo()
-        self._rest = before.rest
-        if call.contexts.autocasts:
-            torch.clear_autocast_cache()  # casts of weights without a graph would be taken for the run with one
-        if failed is not None:
-            return self._run_only_once(index, call, forward, f"without gradients it raises {failed!r}")
-        if _any_written(arguments):
+        if known is not None and before.changed:
+            self.once.setdefault(index, "as its forward changes it, unlike others of its kind")
+        elif _any_written(arguments):
             self._note_rewritten(index, "an argument")
-            return self._run_kept(index, call, forward)
-        with OperationLog() as with_graph:
-            out = self._run_kept(index, call, forward)
-        if operations.called != with_graph.called:
-            _log.info("block %s always runs with a graph: without one torch calls other operations", block.name)
+        elif known is None or operations.called != known[1]:
+            self._compare(index, call, forward, out, operations.called, before, before_draws)
+            # What draws may have been left out this time, and what has changed itself is another block the next time.
+            alike = not has_values(call) or (not before.changed and all(map(torch.equal, before_draws, call.draws())))
+            if alike and known is None and index not in self.once:
+                self._compared[id(call)] = call, operations.called
+        return out
+
+    def _compare(
+        self,
+        index: int,
+        call: Call,
+        forward: Callable[[], Any],
+        out: Any,
+        operations: list[str],
+        before: Snapshot,
+        before_draws: list[Tensor],
+    ) -> None:
+        """Compare a run with a graph, which has returned ``out`` and called ``operations``, with further ones."""
+
+        def again(*, graph: bool) -> tuple[Any, list[str]]:
+            return self._repeat(call, forward, before, before_draws, graph=graph)
+
+        try:
+            other, called = again(graph=False)
+        except Exception as error:  # whatever users' code raises where there is no graph
+            why = f"without gradients it raises {error!r}"
+            self._runs_once(index, call, f"as {why}", why)
+            return
+        if operations != called:
+            name = self._blocks[index].name
+            _log.info("block %s always runs with a graph: without one torch calls other operations", name)
             call.other_kernels = True
-        if has_values(call) and not _equal(first, out):
+        if has_values(call) and not _equal(other, out):
             # Kernels that add in no fixed order do not repeat their own bits: then nothing can be said, and with a
             # graph both runs are at least of the same kernels. That is always right, and takes some memory.
             call.other_kernels = True
-            if _repeats(call):
-                again = self._repeat(call, forward, before, before_draws)
-                if not _equal(again, out):
-                    name = self._blocks[index].name
-                    raise limits.OTHER_SECOND_RUN.error(f"block {name} gave other numbers when it ran again")
+            if _repeats(call) and not _equal(again(graph=True)[0], out):
+                name = self._blocks[index].name
+                raise limits.OTHER_SECOND_RUN.error(f"block {name} gave other numbers when it ran again")
         kept = kept_by_functions(out) if has_values(call) and _repeats(call) else []
-        if kept and kept_by_functions(self._repeat(call, forward, before, before_draws)) != kept:
+        if kept and kept_by_functions(again(graph=True)[0]) != kept:
             why = "what its autograd.Function keeps for the backward changes from run to run"
             _log.info("block %s runs once per iteration: %s", self._blocks[index].name, why)
             self.once.setdefault(index, f"as {why}")
-        # What draws may have been left out this time, and what has changed itself is another block the next time.
-        alike = not has_values(call) or (not before.changed and all(map(torch.equal, before_draws, call.draws())))
-        if alike and index not in self.once:
-            self._compared[id(call)] = call, with_graph.called
-        return out
-
-    def _run_as_kind(self, index: int, call: Call, forward: Callable[[], Any], effects: Effects) -> Any:
-        """Run a block with a graph: two runs of another one of its kind have left no trace and were compared.
-
-        One that calls other operations, as a number among its attributes may tell it to, is compared, too.
-        """
-        before_draws = call.draws()
-        with effects.first_run() as before, OperationLog() as operations:
-            out = self._run_kept(index, call, forward)
-        self._rest = before.rest
-        if before.changed:
-            self.once.setdefault(index, "as its forward changes it, unlike others of its kind")
-        elif operations.called != self._compared[id(call)][1]:
-            try:
-                with OperationLog() as without_graph:
-                    again = self._repeat(call, forward, before, before_draws, graph=False)
-            except Exception as error:  # whatever users' code raises where there is no graph
-                self.once.setdefault(index, f"as without gradients it raises {error!r}")
-                return out
-            if without_graph.called != operations.called or not _equal(again, out):
-                call.other_kernels = True
-        return out
 
     def _repeat(
-        self,
-        call: Call,
-        forward: Callable[[], Any],
-        before: Snapshot,
-        before_draws: list[Tensor],
-        *,
-        graph: bool = True,
-    ) -> Any:
-        """Run a block once more, from the state that it had and with the same draws."""
+        self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor], *, graph: bool
+    ) -> tuple[Any, list[str]]:
+        """Run a block once more, from the state that it had and with the same draws; return what it calls, too."""
         after_draws = call.draws()
         call.draw_from(before_draws)
-        with before.restored(graph=graph), self._aside(), torch.set_grad_enabled(graph):
-            again = forward()
-        call.draw_from(after_draws)
-        return again
+        with ExitStack() as stack:
+            if call.contexts.autocasts:  # casts of weights without a graph would be taken for those of a run with one
+                torch.clear_autocast_cache()
+                stack.callback(torch.clear_autocast_cache)
+            stack.enter_context(before.restored(graph=graph))
+            stack.enter_context(self._aside())
+            stack.enter_context(torch.set_grad_enabled(graph))
+            stack.callback(call.draw_from, after_draws)
+            operations = stack.enter_context(OperationLog())
+            return forward(), operations.called
 
-    def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
-        out = self._run_kept(index, call, forward)  # an error that has nothing to do with gradients is raised here
+    def _runs_once(self, index: int, call: Call, reason: str, why: str) -> None:
+        """Note that a block runs once per iteration, for a ``reason`` in the words of errors; ``why``: of the log."""
         if not call.has_backward:
             call.other_kernels = True  # nothing will ask it to run again, and plain PyTorch has gradients on
-            return out
+            return
         _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
-        self.once[index] = "for its hooks"
-        return out
+        self.once.setdefault(index, reason)
 
     def find_rewritten(self) -> None:
         """Find blocks whose arguments or buffers somebody has written to by now: these run once, too."""
@@ -366,7 +345,7 @@ class BoundaryCheck:
         if InnerHooks(block.name, block.module).find() is not None:
             return  # they would be called once more
         draws = call.draws()
-        with Effects(block.module).first_run() as before, self._aside():
+        with Effects(block.module).untouched(), self._aside():
             try:
                 self._check_two(block, call, forward, samples)
             except OffloadError:
@@ -374,7 +353,6 @@ class BoundaryCheck:
             except (RuntimeError, ValueError, IndexError) as error:  # whatever users' code makes of another shape
                 raise limits.MICRO_BATCHES.error(f"block {block.name} fails on a part of a batch: {error}") from error
         call.draw_from(draws)
-        before.undo()
 
     def _check_two(self, block: Block, call: Call, forward: Callable[..., Any], cut: Cut) -> None:
         rows = cut.rows
@@ -523,3 +501,57 @@ def _equal(first: Any, second: Any) -> bool:
         a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))
         for a, b in zip(tensors_of(first), tensors_of(second), strict=True)
     )
+
+
+class WrittenWeights(OperationMode):
+    """Refuses a step that writes weights, by ``.data`` as well, which moves no version."""
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__()
+        self._weights = dict([*structure.tensors, *structure.rest])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # PEFT's parametrization around each forward of experts with adapters gives a weight the memory that it has.
+        same = func is torch.ops.aten.set_.source_Tensor and args[0].is_set_to(args[1])
+        if schema_of(func).is_mutable and not same:
+            for position, argument in enumerate((*args, *kwargs.values())):
+                if writes(func, position, len(args), kwargs):
+                    self._check(func, argument if isinstance(argument, (list, tuple)) else [argument])
+        return called_unseen(func, *args, **kwargs) if calls_others(func) else func(*args, **kwargs)
+
+    def _check(self, func: Any, written: Sequence[Any]) -> None:
+        memory = {address_of(tensor.untyped_storage()) for tensor in written if type(tensor) in (Tensor, nn.Parameter)}
+        for name, weight in self._weights.items():
+            if has_storage(weight) and address_of(weight.untyped_storage()) in memory:
+                raise limits.WRITTEN_WEIGHTS.error(f"weight {name} is written by {func} within the step")
+
+
+@contextmanager
+def runnable(structure: Structure) -> Iterator[None]:
+    """Refuse by name TorchScript, and transforms that torch does not let run with hooks, in the steps enclosed."""
+    for block in structure.blocks:
+        for name, module in block.module.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                path = ".".join(filter(None, (block.name, name)))
+                raise limits.SCRIPTED.error(f"module {path}, a {type(module).__name__} of torch.jit")
+
+    def refuse(function: Any, *_args: Any, **_kwargs: Any) -> None:
+        name = function.qualified_name.removeprefix("__torch__.")
+        raise limits.SCRIPTED.error(f"function {name}, of torch.jit")
+
+    scripted: Any = torch.jit.ScriptFunction
+    call, scripted.__call__ = scripted.__call__, refuse
+    try:
+        yield
+    except RuntimeError as error:
+        # Blocks have no graph here that a step could differentiate through: torch finds no way.
+        if "differentiated Tensor" in str(error):
+            raise limits.PARTIAL_BACKWARD.error("the step calls torch.autograd.grad") from error
+        if "torch.func" in str(error) and "saved tensor hooks" in str(error):
+            raise limits.TRANSFORMED_INSIDE.error("a block calls torch.func.grad, vjp, jacrev or hessian") from error
+        raise
+    finally:
+        scripted.__call__ = call

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.compat.torch import tree_leaves
-from lt_offload.errors import OverBudget
+from lt_offload.errors import ModelError, OverBudget
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.driver import context_bytes, current, warm_up
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure, as_called
@@ -30,23 +31,21 @@ from lt_offload.model.location import staged
 from lt_offload.model.parts import check_samples, cutters, extent
 from lt_offload.model.quantized import tensors_of
 from lt_offload.model.state.contexts import ambient, within
-from lt_offload.model.state.effects import Effects
 from lt_offload.model.state.generators import generators_kept
 from lt_offload.model.state.handed import Handed
 from lt_offload.model.state.hooks import silenced
-from lt_offload.profiling.assemble import Measured, Progress, assemble, at_least, block_costs, costs_with_loss
+from lt_offload.profiling.assemble import Capture, Measured, Progress, assemble, at_least, block_costs, costs_with_loss
 from lt_offload.profiling.block_cost import measure_block
 from lt_offload.profiling.host_reads import Readers
 from lt_offload.profiling.machine import MeasuredMachine
 from lt_offload.profiling.meters import Meter, Stopwatch
 from lt_offload.profiling.optimizer import UpdateSizes
-from lt_offload.profiling.step.allowed import WrittenWeights, runnable
-from lt_offload.profiling.step.boundary_check import BoundaryCheck, mark_reached
-from lt_offload.profiling.step.capture import Capture, find_loss, in_turn
+from lt_offload.profiling.step.boundary_check import BoundaryCheck, WrittenWeights, mark_reached, runnable
 from lt_offload.profiling.step.logits import AfterLoss, LogitsWatch, Tail, calls_with_loss
 from lt_offload.profiling.step.model_call import ModelCall
 from lt_offload.schema.profile import Profile
 
+Run = Callable[[Any], Any]
 Join = Callable[..., Any]
 """Runs a block and makes it a part of the outer graph: see ``Survey.forward`` in ``execute/training/survey.py``."""
 
@@ -293,11 +292,14 @@ class FirstStep:
         if with_loss and len(forwards) > 1:
             raise limits.LOSS_IN_CHUNKS.error(f"a step calls the model {len(forwards)} times")
         others = {at for at, index in enumerate(self._called) if index not in order}
-        calls.settle()
+        for seam in calls.seams:
+            seam.lingering = sum(size for serial, size in seam.live.items() if serial not in calls.masks)
         begin = max((visits[-1] + 1 for visits in forwards if visits[-1] < largest[0]), default=0)
+        held_bytes, lasting_bytes = self._bytes(held), self._bytes(lasting) + calls.retained_bytes() + self._arrived
+        deferred_bytes = sum(calls.waiting_bytes(visits) for visits in waiting)
+        deferred_bytes += 2 * sum(calls.several_bytes_of(visits) for visits in forwards)
         self._captured = Capture(
             structure=structure,
-            unrecorded=self.boundary.unrecorded,
             others=[
                 (min(bisect_left(largest, at), len(largest) - 1), calls.calls[at])
                 for at in sorted(others)
@@ -306,18 +308,20 @@ class FirstStep:
             calls=tuple(calls.calls[at] for at in largest),
             chained=tuple(calls.chained[at] for at in largest),
             seams=tuple(calls.seam_before(at, others) for at in largest),
-            between=calls.between + self._bytes(self._saved - self._kept),
+            outside=calls.between + self._bytes(self._saved - self._kept) + held_bytes + lasting_bytes + deferred_bytes,
             once=tuple(index in once for index in range(len(structure.blocks))),
-            held=self._bytes(held),
-            lasting=self._bytes(lasting) + calls.retained_bytes(),
-            tail=tail,
+            # The peak of the forward keeps the result: until it returns, the caller may hold the last batch's result
+            # beside the new one.
+            tail=replace(
+                tail,
+                saved=tail.saved - held_bytes,
+                backward_peak=tail.backward_peak - held_bytes - self._arrived,
+                left=tail.left - held_bytes - self._arrived,
+            ),
             after=self.after.tail,
             with_loss=calls_with_loss(last) if with_loss else self.watch.calls(last),
             forwards=len(forwards),
             deferred=len(waiting),
-            waiting=sum(calls.waiting_bytes(visits) for visits in waiting)
-            + 2 * sum(calls.several_bytes_of(visits) for visits in forwards),
-            arrived=self._arrived,
         )
         self._check_forwards(self.parts)
         self.structure, self.order, self.forwards = structure, order, forwards
@@ -354,23 +358,18 @@ class FirstStep:
             ModelError, UnsupportedError: if the model cannot be trained exactly.
             OverBudget: if a GPU has no memory for one block of the batch.
         """
-        gpus = [self.device.index] if self.device.type == "cuda" else []
-        # Blocks draw while they are measured: the training would go on with other numbers than without measuring.
-        with current(self.device), generators_kept(gpus), torch.enable_grad():
-            self.reached()
-            assert self._optimizer is not None
-            return self.measure(parts, optimizer or self._optimizer)
-
-    def measure(self, parts: int, optimizer: Optimizer) -> Profile:
-        """Return the profile of the observed step, with weights as ``optimizer`` has them."""
-        measured, device = self.costs(parts, unfrozen=optimizer is not self._optimizer), self.device
-        assert self._machine is not None
+        device, used = self.device, optimizer or self._optimizer
+        assert used is not None and self._machine is not None
         hardware, updates, contention = self._machine
-        if device.type == "cuda":  # by now all kernels are there
-            hardware = replace(hardware, context_bytes=max(hardware.context_bytes, context_bytes(device)))
-        ratio = updates.scratch_ratio if device.type == "cuda" else 0.0
-        sizes = UpdateSizes(optimizer, device, scratch_ratio=ratio)
-        profile = assemble(self.model, self.batch, measured, sizes=sizes, updates=updates, hardware=hardware)
+        # Blocks draw while they are measured: the training would go on with other numbers than without measuring.
+        kept = generators_kept([device.index] if device.type == "cuda" else [])
+        with current(device), kept, torch.enable_grad():
+            measured = self.costs(parts, unfrozen=used is not self._optimizer)
+            if device.type == "cuda":  # by now all kernels are there
+                hardware = replace(hardware, context_bytes=max(hardware.context_bytes, context_bytes(device)))
+            ratio = updates.scratch_ratio if device.type == "cuda" else 0.0
+            sizes = UpdateSizes(used, device, scratch_ratio=ratio)
+            profile = assemble(self.model, self.batch, measured, sizes=sizes, updates=updates, hardware=hardware)
         return replace(profile, contention=contention)
 
     def costs(self, parts: int, *, unfrozen: bool = False) -> Measured:
@@ -383,16 +382,12 @@ class FirstStep:
         captured, device, say = self.reached(), self.device, self._say
         self._check_forwards(parts)
         structure, readers = captured.structure, self._readers.of(captured.structure)
-        again = [id(call) in captured.unrecorded for call in captured.calls]
+        again = [id(call) in self.boundary.unrecorded for call in captured.calls]
         with ExitStack() as stack:
             stack.enter_context(self._in_memory())
             stack.enter_context(runnable(structure))
             if device.type == "cuda":
                 warm_up(device)
-            calls = {id(call): call for call in (*captured.calls, *(call for _, call in captured.others))}
-            # Measuring runs each block several times: buffers and counters would have moved when training goes on.
-            for call in calls.values():
-                stack.enter_context(_unnoticed(call.module))
             captured = replace(self._with_others(captured), calls=self._calls(captured, parts, unfrozen=unfrozen))
             with_loss = costs_with_loss(captured, device, self.meter, say)
             apart = [call for call in captured.calls if not isinstance(call.module, HeadLoss)]
@@ -406,9 +401,7 @@ class FirstStep:
                 costs.append(replace(with_loss[0], options=()))
             if device.type == "cuda":
                 readers.measure_on(device, self.meter, say)
-        return Measured(
-            structure=structure, captured=captured, costs=costs, with_loss=with_loss, readers=readers, parts=parts
-        )
+        return Measured(captured=captured, costs=costs, with_loss=with_loss, readers=readers, parts=parts)
 
     def _check_forwards(self, parts: int) -> None:
         if parts > 1 and self.reached().deferred:
@@ -444,7 +437,7 @@ class FirstStep:
 
         They ran as blocks, so that what they save was on the host; from now on they are part of the model's own code.
         """
-        seams, between = list(captured.seams), captured.between
+        seams, outside = list(captured.seams), captured.outside
         for at, call in captured.others:
             with self.stage(call.module), call.as_called(), silenced(call.module):
                 keep = measure_block(call, self.meter, once=True).options[0]
@@ -456,8 +449,49 @@ class FirstStep:
                 backward=max(seams[at].backward, most),
                 rest=[*seams[at].rest, *trained],
             )
-            between += keep.saved_bytes
-        return replace(captured, seams=tuple(seams), between=between)
+            outside += keep.saved_bytes
+        return replace(captured, seams=tuple(seams), outside=outside)
+
+
+def find_loss(result: Any) -> Tensor | None:
+    """Return the loss in what a model or a training step returned, if there is one."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    elif not isinstance(result, Tensor):
+        result = getattr(result, "loss", result[0] if isinstance(result, Sequence) and result else None)
+    return result if isinstance(result, Tensor) and result.numel() == 1 else None
+
+
+def in_turn(blocks: Sequence[Block], called: Sequence[int], apart: Collection[int] = ()) -> tuple[list[int], list[int]]:
+    """Return the calls of blocks that are called once per forward, in one order, and that order.
+
+    ``apart`` are none.
+
+    Raises:
+        CalledOtherwise: if there is no layer.
+        ModelError: if layers are called more than once, or in another order in a later forward.
+    """
+    times = Counter(called)
+    layers = [index for index, block in enumerate(blocks) if block.kind == "layer" and index not in apart]
+    if not any(times[index] for index in layers):
+        uncalled = ", ".join(blocks[index].name for index in layers)
+        raise CalledOtherwise(f"the model's forward has called none of its layers, {uncalled}", ())
+    forwards = min(times[index] for index in layers if times[index])
+    # What is called more often has no place in the sequence, nor has what owns the same tensors.
+    others = {index for index in times if times[index] != forwards or index in apart}
+    tensors = {tensor for index in others for tensor in blocks[index].tensors}
+    visits = [at for at, i in enumerate(called) if i not in others and tensors.isdisjoint(blocks[i].tensors)]
+    turn = [called[at] for at in visits[: len(visits) // forwards]]
+    for index in dict.fromkeys(called):
+        if blocks[index].kind == "layer" and index not in turn and index not in apart:
+            raise ModelError(
+                f"the model calls block {blocks[index].name} {times[index]} times in {forwards} forwards, or shares "
+                "its weights with one that it calls more often; layers must be called once each"
+            )
+    if [called[at] for at in visits] != turn * forwards:
+        names = ", ".join(blocks[index].name for index in turn)
+        raise ModelError(f"the model calls its blocks in another order than {names} in a later forward")
+    return visits, turn
 
 
 def _others(structure: Structure) -> Iterator[Structure]:
@@ -466,11 +500,3 @@ def _others(structure: Structure) -> Iterator[Structure]:
     while other is not None and (choice := other()) is not None:
         yield choice
         other = choice.other
-
-
-@contextmanager
-def _unnoticed(module: nn.Module) -> Iterator[None]:
-    """Enclose runs of a block that leave no trace in it."""
-    with Effects(module).first_run() as before:
-        yield
-    before.undo()

@@ -83,11 +83,6 @@ class ModelCall:
         """Storage, need of a gradient and bytes of each activation, by call."""
         self._returned: list[int] = []
 
-    def settle(self) -> None:
-        """Set each seam's ``lingering``, once the storages that stay are known."""
-        for seam in self.seams:
-            seam.lingering = sum(size for serial, size in seam.live.items() if serial not in self.masks)
-
     def let_go(self) -> None:
         """Let go of arguments, and of tensors saved between blocks, whose backward is not run."""
         self._graph.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_offload.errors import ConfigError
 from lt_offload.schema.plan import PLAN_SCHEMA
 from lt_offload.schema.profile import PROFILE_SCHEMA
 
@@ -73,3 +74,32 @@ def _plain(value: object) -> object:
         items = tuple(map(_plain, value))
         return _OTHER if _OTHER in items else items
     return value if value is None or isinstance(value, (bool, int, float, str)) else _OTHER
+
+
+def compare(all_facts: Sequence[Mapping[str, object]]) -> None:
+    """Check that all processes, in the order of ranks, have said the same.
+
+    Args:
+        all_facts: values that have to be alike, by the names that users know them by.
+
+    Raises:
+        ConfigError: naming what differs, the values and the processes.
+    """
+    first = all_facts[0]
+    for name in {name: None for facts in all_facts for name in facts}:
+        value = first.get(name)
+        for rank, facts in enumerate(all_facts):
+            other = facts.get(name)
+            if other != value:
+                raise ConfigError(
+                    f"{name} differs between the processes of this run: process 0 has {_told(value, other)}, process "
+                    f"{rank} {_told(other, value)}; give all of them the same code, settings and data"
+                )
+
+
+def _told(value: object, other: object) -> str:
+    """Return ``value`` for people; of long lists what ``other`` has not."""
+    if isinstance(value, tuple) and isinstance(other, tuple) and len(value) + len(other) > 6:
+        own = [one for one in value if one not in other]
+        return f"{len(value)}, among them {', '.join(map(str, own[:3]))}" if own else f"{len(value)}"
+    return repr(value)

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from lt_offload.compat.lightning import ALL_GATHER, BEFORE_BATCH, SCRIPT_LAUNCHER, is_last_batch
 from lt_offload.errors import ConfigError, ProcessError
-from lt_offload.strategy.several.facts import changeable
-from lt_offload.strategy.several.machines import require_common_memory, require_rendezvous
+from lt_offload.machine.pages import make_file
+from lt_offload.strategy.several.facts import changeable, compare
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from torch.optim import Optimizer
 
+    from lt_offload.distributed.peers import Peers
     from lt_offload.distributed.ranks import Ranks
     from lt_offload.schema.profile import HardwareProfile, Profile
 
@@ -128,6 +129,8 @@ class Processes:
 
     def _configure_launcher(self) -> None:
         if self.is_distributed:
+            from lt_offload.distributed.rendezvous import require_rendezvous
+
             require_rendezvous(self.cluster_environment, machines=self.num_nodes, each=self.num_processes)
             launchers = import_module(f"{self.namespace}.strategies.launchers")
             launcher = getattr(launchers, SCRIPT_LAUNCHER)
@@ -400,14 +403,31 @@ class Processes:
 
     def compare(self, facts: Callable[[], dict[str, object]]) -> None:
         """Check that ``facts`` are the same in all processes; raises ``ConfigError``."""
-        if self.ranks is None:
-            return
-        from lt_offload.distributed.handshake import compare
-
-        compare(self.together(facts))
+        if self.ranks is not None:
+            compare(self.together(facts))
 
 
 def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
     flat = tensor.contiguous().view(-1)
     content = zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
     return tuple(tensor.shape), str(tensor.dtype), content
+
+
+def require_common_memory(machine: Peers) -> None:
+    """Check that the processes of a machine can share memory; all of them call this, before anything is loaded.
+
+    Raises:
+        ConfigError: if the system does not let them.
+    """
+    if machine.size > 1:
+        os.close(machine.share_file(lambda: _trial_file(machine.size), by=0))
+
+
+def _trial_file(devices: int) -> int:
+    try:
+        return make_file(1, "trial")
+    except OSError as error:
+        raise ConfigError(
+            f"devices={devices}: the processes of this machine share memory that has no name (memfd_create), which the "
+            f"system does not give: {error}; start them in a container that allows it, or set devices=1"
+        ) from error

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from lt_offload.profiling import contention, optimizer, rates
+from lt_offload.profiling import machine, optimizer, rates
 from tests.gpu.measuring.tiny import MIB
 from tests.gpu.target import Target
 
@@ -26,8 +26,8 @@ def short(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where times mean nothing, copies and updates may be short."""
     if not target.real:
         monkeypatch.setattr(rates, "_COPY_BYTES", 4 * MIB)
-        monkeypatch.setattr(contention, "_COPY_BYTES", 4 * MIB)
-        monkeypatch.setattr(contention, "_ROUNDS", 1)
+        monkeypatch.setattr(machine, "_COPY_BYTES", 4 * MIB)
+        monkeypatch.setattr(machine, "_ROUNDS", 1)
         monkeypatch.setitem(optimizer._ELEMENTS, "cuda", 1 << 22)
         monkeypatch.setattr(rates, "_DIRECT_BYTES", 4 * MIB)
         monkeypatch.setattr(rates, "LEAST_SPEED", 0.0)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from lt_offload.distributed.files import OpenFile
-from lt_offload.distributed.handshake import compare
 from lt_offload.distributed.merge import largest, merged
+from lt_offload.distributed.peers import OpenFile
 from lt_offload.distributed.sums import BUCKET_BYTES
 from lt_offload.errors import ConfigError
+from lt_offload.strategy.several.facts import compare
 from tests.support.profiles.small import small_profile
 from tests.support.samples import make_profile
 

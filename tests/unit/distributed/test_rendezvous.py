@@ -15,9 +15,10 @@ from lightning.pytorch import Trainer
 
 import lt_offload  # noqa: F401  # registers the strategy
 from lt_offload.distributed import rendezvous
+from lt_offload.distributed.rendezvous import require_rendezvous
 from lt_offload.errors import ConfigError
-from lt_offload.strategy.several import machines
-from lt_offload.strategy.several.machines import require_common_memory, require_rendezvous
+from lt_offload.strategy.several import processes
+from lt_offload.strategy.several.processes import require_common_memory
 
 library: Any = dist
 
@@ -161,7 +162,7 @@ def test_memory_in_common_is_tried_before_anything_is_loaded(monkeypatch: pytest
     def refused(nbytes: int, name: str) -> int:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(machines, "make_file", refused)
+    monkeypatch.setattr(processes, "make_file", refused)
     with pytest.raises(ConfigError, match=r"devices=2: .*memfd_create\), which the system does not give: .*devices=1"):
         require_common_memory(pair)
     pair.size = 1

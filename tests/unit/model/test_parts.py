@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lt_offload.errors import UnsupportedError
 from lt_offload.model.calls import BlockOutput, plainly, tensors_of
-from lt_offload.model.parts import Cutter, Outputs, Rows, in_parts, sizes_of
+from lt_offload.model.parts import Cutter, Joint, Outputs, in_parts, sizes_of
 from tests.support import models
 
 
@@ -75,22 +75,21 @@ def channels_last(*shape: int) -> Tensor:
     ],
 )
 def test_rows_are_what_cat_gives(parts: tuple[Tensor, Tensor], order: tuple[int, int]) -> None:
-    rows = Rows([2, 1])
+    joint = Joint([2, 1])
     for part in order:
-        rows.put(part, parts[part])
-    found, wanted = rows.result(), torch.cat(parts)
-    assert found is not None
+        joint.put(part, [parts[part]])
+    (found,), wanted = joint.results(), torch.cat(parts)
     assert torch.equal(found, wanted)
     assert (found.dtype, found.stride()) == (wanted.dtype, wanted.stride())
 
 
 @pytest.mark.parametrize("given", [torch.randn(2, 3), torch.randn(3, 2).t()])
 def test_rows_that_nobody_gave_are_zero(given: Tensor) -> None:
-    rows = Rows([1, 2])
-    assert rows.result() is None
-    rows.put(1, given)
-    found = rows.result()
-    assert found is not None
+    joint = Joint([1, 2])
+    joint.put(0, [None, None])
+    joint.put(1, [given, None])
+    found, nothing = joint.results()
+    assert nothing is None
     assert torch.equal(found, torch.cat([torch.zeros(1, 3), given]))
 
 

@@ -93,13 +93,14 @@ def machines(count: int) -> tuple[Profile, Plan]:
     return profile, plans(profile, Settings(memory=420 * MB, delayed=True, planner="l2l"))
 
 
-def test_of_two_machines_each_sends_as_much_as_it_receives_at_the_same_time() -> None:
-    two, three = (replace(machine(), machines=count) for count in (2, 3))
+def test_each_machine_receives_the_sums_of_all_others() -> None:
+    two, three, four = (replace(machine(), machines=count) for count in (2, 3, 4))
     speed, hop = two.hardware.network_bytes_per_s, two.hardware.network_s
     nbytes = 10 * PART_BYTES
     first = hop + PART_BYTES / speed
     assert between_s(nbytes, two) == pytest.approx(nbytes / speed + 2 * first)
     assert between_s(nbytes, three) == pytest.approx(2 * nbytes / speed + 4 * first)
+    assert between_s(nbytes, four) == pytest.approx(3 * nbytes / speed + 6 * first)
     assert between_s(0, three) == between_s(nbytes, machine()) == 0.0
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.profiling.hardware import (
-    _cgroup_bytes,
+    _cgroups,
     check_host_memory,
     hardware_names,
     load_hardware,
@@ -79,19 +79,19 @@ def test_this_machine() -> None:
 
 
 def test_control_groups(tmp_path: Path) -> None:
-    assert _cgroup_bytes(tmp_path) == []
+    assert [left for _, left in _cgroups(tmp_path)] == []
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
-    assert _cgroup_bytes(tmp_path) == []
+    assert [left for _, left in _cgroups(tmp_path)] == []
     (tmp_path / "memory.max").write_text("1000\n")
-    assert _cgroup_bytes(tmp_path) == [1000 - 700 + 150]
+    assert [left for _, left in _cgroups(tmp_path)] == [1000 - 700 + 150]
     old = tmp_path / "memory"
     old.mkdir()
     (old / "memory.limit_in_bytes").write_text("2000\n")
     (old / "memory.usage_in_bytes").write_text("100\n")
     (old / "memory.stat").write_text("cache 5\n")
-    assert _cgroup_bytes(tmp_path) == [450, 1900]
+    assert [left for _, left in _cgroups(tmp_path)] == [450, 1900]
 
 
 def test_more_ram_than_the_machine_or_its_container_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +104,8 @@ def test_more_ram_than_the_machine_or_its_container_has(tmp_path: Path, monkeypa
     (tmp_path / "memory.max").write_text("max")
     check_host_memory(64 * 10**9)
     (tmp_path / "memory.max").write_text("32000000000")
+    (tmp_path / "memory.current").write_text("5000000000")
+    (tmp_path / "memory.stat").write_text("inactive_file 1000\n")
     check_host_memory(32 * 10**9)
     with pytest.raises(ConfigError, match="host_memory=64 GB is more RAM .*: its container may take 32 GB; lower"):
         check_host_memory(64 * 10**9)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lt_offload.profiling.contention import SETS, SHARING, factors, fitted
 from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.machine import SETS, SHARING, factors, fitted
 from lt_offload.profiling.meters import Roofline
 from lt_offload.schema.profile import Contention, Slowdown
 

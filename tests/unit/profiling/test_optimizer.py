@@ -69,6 +69,12 @@ def test_frozen_and_foreign_tensors_have_no_state() -> None:
     assert [sizes.state(p) for p in (mine, frozen, nn.Parameter(torch.ones(5)))] == [2 * mine.nbytes, 0, 0]
 
 
+def test_factored_states_of_a_tensor_of_any_size_take_no_memory_to_count() -> None:
+    rows, columns = 1 << 20, 4096
+    parameter = nn.Parameter(torch.empty(rows, columns, device="meta"))
+    assert UpdateSizes(Adafactor([parameter]), CPU).state(parameter) == 4 * (rows + columns)
+
+
 class Uneven(Optimizer):
     """Takes most in its fourth step, of matrices; some ask for a number, which fake tensors do not have."""
 
@@ -179,14 +185,14 @@ def test_options_of_single_tensors_are_those_of_their_updates(monkeypatch: pytes
     assert UpdateSizes(optimizer, CPU).state(embedding.weight) == expected[embedding.weight]
 
 
-def test_a_step_still_has_what_it_made_for_the_tensor_before() -> None:
+def test_a_step_takes_for_all_at_once_what_each_takes() -> None:
     shapes = ((100, 64), (300, 64), (50,))
     made = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-    optimizer = AdamW(made, foreach=False)
+    optimizer = AdamW(made, foreach=True)
     for parameter in made:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     with Account() as account:
         optimizer.step()
-    said = UpdateSizes(optimizer, CPU).scratch_of_all(made, 2.0)  # a root, and that divided
+    said = UpdateSizes(optimizer, CPU).scratch_of_all(made, 1.0)
     assert 0.99 * said < account.peak <= said
