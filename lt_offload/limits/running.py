@@ -25,8 +25,8 @@ LOGITS = limit(
 )
 LOSS_IN_CHUNKS = limit(
     "chunked_loss with a step that calls the model several times with gradients, or uses its logits after the loss",
-    why="the projection and the loss are computed together, so that all logits never exist; a first step does so without "
-    "chunked_loss, too, where a GPU would have no room for the logits",
+    why="the projection and the loss are computed together, so that all logits never exist; a first step does so "
+    "without chunked_loss, too, where a GPU would have no room for the logits",
     instead="leave out chunked_loss; if it is not set, set more memory or a smaller batch",
 )
 SHARED_CAST = limit(
