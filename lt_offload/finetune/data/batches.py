@@ -340,6 +340,12 @@ class ResumableLoader:
                 yield item[1] if tokens is None else item[1] | {TOKENS: tokens}
 
     @property
+    def dataset(self) -> range | None:
+        """The numbers of the sequences of an epoch; None if the order has no end."""
+        count = self.batch_sampler.count
+        return None if count is None else range(count)
+
+    @property
     def moved(self) -> int:
         """Difference, in batches, between the position here and the loaded one of another number of processes."""
         if self.batch_sampler.count is None:
