@@ -94,7 +94,9 @@ class App(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the verb's own flags, and the settings that follow others."""
+        """Add the verb's own flags, and the keys with which a recipe names other files."""
+        parser.add_argument("--base", type=str | list[str] | None, default=None, help="files a recipe builds on")
+        parser.add_argument("--gpu", type=str | list[str] | None, default=None, help="files that override it on a GPU")
         # What both sides need is set once; jsonargparse hands it to the other before classes are made.
         parser.link_arguments("model.name", "data.model")
         parser.link_arguments("model.new_tokens", "data.new_tokens")
@@ -104,7 +106,7 @@ class App(LightningCLI):
         )
         assert isinstance(parser, Parser)
         # These are of one call: in the config.yaml of a run they would be wrong for every other verb that reads it.
-        parser.transient = ("config", *self._option_names)
+        parser.transient = ("base", "gpu", "config", *self._option_names)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and take out the verb's own flags."""
@@ -226,8 +228,8 @@ class App(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
 
-def run(verb: Verb, recipe: Path, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
-    """Carry out ``verb`` with the settings of ``files``, which make ``recipe`` up, and flags; return the exit code.
+def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
+    """Carry out ``verb`` with the settings of ``files``, later ones first in rank, and flags; return the exit code.
 
     ``of_run``: the recipe was named by the folder of a run, which then has the checkpoint, too.
     """
@@ -235,7 +237,7 @@ def run(verb: Verb, recipe: Path, files: Sequence[Path], args: Sequence[str], *,
     # A plan for a card that is named is one on a GPU, whatever this machine has.
     on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
     function = verb.load()
-    app = App(function, recipe, [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
+    app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
     app.choose_weights(of_run=of_run)
     if verb.name != "plan":  # which needs neither data nor weights
         reads_data = verb.name not in ("generate", "chat", "export")
@@ -282,7 +284,6 @@ def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:
 
 def explain(message: str, flags: Sequence[str]) -> str:
     """Return jsonargparse's ``message`` as one line that names the setting; ``flags`` are the known ones."""
-    message = re.sub(r'^.*?[Kk]ey "config":\s*', "", message)  # all settings of files
     nested = re.search(r"Group '([^']+)' does not accept option '([^']+)'", message)
     if nested:
         return _unknown(f"{nested[1]}.{nested[2]}", flags)

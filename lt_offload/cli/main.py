@@ -9,13 +9,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 from lt_offload import __version__
 from lt_offload.cli import recipes
 from lt_offload.cli.static import pages
 from lt_offload.cli.static.completion import ASKED, OPTIONS, answer
-from lt_offload.cli.static.settings import check, joined, parse, values
+from lt_offload.cli.static.settings import check, parse, values
 from lt_offload.cli.table import VERBS, Verb, imported
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.finetune import processes
@@ -84,13 +83,10 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
             raise ConfigError(f"unknown option {args[0]!r}{hint}")
         call = "" if verb.name == "fit" else f"{verb.name} "
         raise ConfigError(f"{verb.name} needs a recipe: lt-finetune {call}RECIPE ('lt-finetune ls' lists recipes)")
-    recipe = recipes.find(args[0])
-    flags = joined(arg for arg in args[1:] if arg not in ("-h", "--help"))
-    more = [Path(flag.partition("=")[2]) for flag in flags if flag.startswith("--config=")]
-    flags = [flag for flag in flags if not flag.startswith("--config=")]
-    files = [file for whole in (recipe, *more) for file in recipes.chain(whole)]
-    if {"-h", "--help"} & set(args):
-        return pages.show(pages.recipe_help(verb.name, recipe, values(files, flags)))
+    files, flags = recipes.chain(recipes.find(args[0])), args[1:]
+    if {"-h", "--help"} & set(flags):
+        flags = [flag for flag in flags if flag not in ("-h", "--help")]
+        return pages.show(pages.recipe_help(verb.name, files, values(files, flags)))
     if explained:
         return pages.show(pages.group_help(explained[0], values(files)))
     # Slips are found by the static tables within a tenth of a second, before torch is imported.
@@ -98,8 +94,8 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
     os.environ.setdefault("TQDM_LEAVE", "")  # bars of libraries go when they are full; read when they are imported
     if not processes.is_first():
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the first one has the same warnings
-    status(f"lt-finetune {verb.name} {recipes.run_name(recipe)}: starting PyTorch and Lightning")
-    code: int = imported("lt_offload.cli.app").run(verb, recipe, files, flags, of_run=recipes.is_run(args[0]))
+    status(f"lt-finetune {verb.name} {recipes.run_name(files[-1])}: starting PyTorch and Lightning")
+    code: int = imported("lt_offload.cli.app").run(verb, files, flags, of_run=recipes.is_run(args[0]))
     return code
 
 

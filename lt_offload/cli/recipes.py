@@ -3,17 +3,15 @@
 A recipe may say ``base: FILE`` or ``base: [FILE, FILE]``: those files come first, the recipe's keys override theirs.
 A recipe may also say ``gpu: FILE``: where it runs on a GPU, that file overrides it.
 Such files are looked for beside the one that names them, then among those that come with the package.
-A file that switches adapters on builds on the shipped settings that suit them, too.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
@@ -89,23 +87,15 @@ def chain(recipe: Path) -> list[Path]:
 
 def for_gpu(files: Sequence[Path]) -> list[Path]:
     """Return the files that apply after ``files`` on a GPU; raises ``ConfigError`` if one of them is missing."""
-    return [file for named in files for override in _named(named, "gpu") for file in chain(override)]
+    return [override for file in files for override in _named(file, "gpu")]
 
 
 def _expand(path: Path, above: tuple[Path, ...]) -> list[Path]:
     # Only the files above count: two bases may build on one file without a circle.
     if path.resolve() in above:
         raise ConfigError(f"base: {path} builds on itself")
-    files = [file for base in _named(path, "base") for file in _expand(base, (*above, path.resolve()))]
-    model = read(path).get("model", {})
-    # The first file that switches them on builds on them: its learning rate has to win, as those of all later files do.
-    pieces = [piece for setting, piece in _pieces().items() if model.get(setting) is not None]
-    return [*files, *(piece for piece in pieces if piece not in (path.resolve(), *files)), path]
-
-
-def _pieces() -> dict[str, Path]:
-    """Return the shipped files with settings that suit a setting of the model, by that setting."""
-    return {setting: shipped_root() / "configs" / f"{setting}.yaml" for setting in ("lora", "adapter")}
+    bases = [file for base in _named(path, "base") for file in _expand(base, (*above, path.resolve()))]
+    return [*bases, path]
 
 
 def _named(path: Path, key: str) -> list[Path]:
@@ -179,62 +169,77 @@ def run_name(recipe: Path) -> str:
     return stamped[1] if stamped else folder
 
 
-class _Dumper(yaml.SafeDumper):
-    """A writer that quotes all texts: the parser takes more of them for numbers than YAML does."""
-
-
-_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
 _CALLBACKS = "--trainer.callbacks"
-_WHOLE = ("columns",)
-"""Settings that are maps, which a later file replaces as a whole."""
+_PIECES = {"lora": "lora.yaml", "adapter": "adapter.yaml"}
+"""Shipped files with settings that suit a setting of the model, by that setting."""
 
 
 def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
-    """Return the arguments for the parser: the settings of ``files``, then the flags ``args``, with ``=``."""
-    pieces = [piece for setting, piece in _pieces().items() if any(_switches_on(arg, setting) for arg in args)]
-    # A flag switches them on, so they come behind all files: flags override them anyway.
-    settings = merged([*files, *(piece for piece in pieces if piece not in files)])
+    """Return the arguments for the parser: ``files``, later ones first in rank, then the flags ``args``, with ``=``."""
+    chain = [*files]
+    for setting, piece in _PIECES.items():
+        chain = _with_piece(chain, args, setting, piece)
+    merged = _callbacks(chain)
     return [
-        f"--config={yaml.dump(settings, Dumper=_Dumper, allow_unicode=True)}",
+        *(part for file in chain for part in ("--config", str(file), *_architecture(file))),
+        *([] if merged is None else [f"{_CALLBACKS}={json.dumps(merged)}"]),
         # With a plus the parser appends; without it a flag would replace the recipe's checkpoints and bars.
         *(re.sub(rf"^{_CALLBACKS}=(?!(null|\[\])?$)", f"{_CALLBACKS}+=", arg) for arg in args),
     ]
 
 
-def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """Return the settings of ``files``, later ones first in rank; callbacks of all, and paths from the working folder.
-
-    null empties a setting, callbacks, too: a recipe can get rid of its bases'.
-    """
-    settings: dict[str, Any] = {}
-    for file in files:
-        content = {key: value for key, value in read(file).items() if key not in ("base", "gpu")}
-        _merge(settings, content, file.parent)
-    return settings
+def _architecture(file: Path) -> list[str]:
+    """Return the flag for the architecture that ``file`` names, if it is a path from the folder of ``file``."""
+    name = _group(file, "model").get("architecture")
+    if not isinstance(name, str) or name in shipped_files("configs/models", ".json"):
+        return []
+    beside = file.parent / name
+    return [f"--model.architecture={beside}"] if is_file(beside) or is_file(beside / "config.json") else []
 
 
-def _merge(settings: dict[str, Any], more: dict[str, Any], folder: Path) -> None:
-    for name, value in more.items():
-        before = settings.get(name)
-        if name == "callbacks" and isinstance(value, dict | list | str):
-            ours = before if isinstance(before, list) else []
-            ours += [one for one in (value if isinstance(value, list) else [value]) if one not in ours]
-            settings[name] = ours
-        elif isinstance(value, dict) and name not in _WHOLE:
-            # What another class was made with is not for this one.
-            same = isinstance(before, dict) and value.get("class_path") in (None, before.get("class_path"))
-            group = settings[name] = before if isinstance(before, dict) and same else {}
-            _merge(group, value, folder)
-        elif (
-            name == "architecture" and isinstance(value, str) and value not in shipped_files("configs/models", ".json")
-        ):
-            beside = folder / value
-            settings[name] = str(beside) if is_file(beside) or is_file(beside / "config.json") else value
-        else:
-            settings[name] = value
+def _with_piece(files: Sequence[Path], args: Sequence[str], setting: str, name: str) -> list[Path]:
+    """Put the shipped piece for adapters before the file that switches them on; later files override it as usual."""
+    piece = shipped_root() / "configs" / name
+    chain = [*files]
+    for index, file in enumerate(chain):
+        if _group(file, "model").get(setting) is not None:
+            # The piece comes before that file, whose learning rate has to win, as those of all later files do.
+            return [*chain] if file.resolve() == piece.resolve() else [*chain[:index], piece, *chain[index:]]
+    if any(_switches_on(arg, setting) for arg in args):
+        # A flag switches it on, so it comes behind all files: flags override it anyway.
+        return [*chain, piece]
+    return chain
 
 
 def _switches_on(arg: str, setting: str) -> bool:
     name, _, value = arg.partition("=")
+    if name == "--config":
+        return is_file(value) and _group(Path(value), "model").get(setting) is not None
     flag = f"--model.{setting}"
     return name.startswith(f"{flag}.") or (name == flag and value not in ("null", ""))
+
+
+def _callbacks(files: Sequence[Path]) -> list[Any] | None:
+    """Return the callbacks of all ``files`` in their order; None where the parser's own rule gives the same."""
+    merged: list[Any] = []
+    mentions = 0
+    for file in files:
+        group = _group(file, "trainer")
+        if "callbacks" not in group:
+            continue
+        callbacks = group["callbacks"]
+        if not isinstance(callbacks, dict | list | str | None):
+            return None  # the parser says what is wrong with it
+        mentions += 1
+        # null empties the list, as it does for the parser: a recipe can get rid of its bases' callbacks.
+        if callbacks is None:
+            merged = []
+            continue
+        merged += [one for one in (callbacks if isinstance(callbacks, list) else [callbacks]) if one not in merged]
+    # One file's list is what the parser makes of it, and its errors name that file.
+    return merged if mentions > 1 else None
+
+
+def _group(file: Path, name: str) -> dict[str, Any]:
+    group = read(file).get(name)
+    return group if isinstance(group, dict) else {}

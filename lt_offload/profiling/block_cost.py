@@ -163,9 +163,9 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
     cut = call.cut()
     runs = 1 if cut is None else len(cut.sizes)
     # Every part of a batch keeps its own until its backward, but copies within a run are one part's at a time. The
-    # second run has copies of the copies.
+    # second run has copies of the copies, and of what there is then.
     held = runs * call.held_bytes
-    return option.more(saved=held, forward=call.copied_bytes, backward=held)
+    return option.more(saved=held, forward=call.copied_bytes, backward=held + call.held_bytes)
 
 
 def _travelling(name: OptionName, figures: _Figures, input_bytes: int) -> OptionProfile:

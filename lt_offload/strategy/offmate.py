@@ -7,6 +7,7 @@ base, and the object gets the right class when the Trainer gives it an accelerat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -70,8 +71,8 @@ class OffmateStrategy(Checkpoints):
             batch or as several (``accumulate_grad_batches``), or that of the run whose checkpoint is resumed. With
             ``accumulate_grad_batches`` above 1 it is the best split of the samples per update that both settings say.
             None: as it is.
-        max_batch_size: samples per update that ``batch_size="auto"`` may choose at most; None: as many as there are
-            data, and 1024.
+        max_batch_size: samples per update, of all processes, that ``batch_size="auto"`` may choose at most; None: as
+            many as there are data, and 1024 in each process.
         micro_batches: parts of a batch that go through each block in turn, before the next block begins: weights travel
             once for all and temporary tensors are those of one part. The sums of gradients are those that
             ``lt_offload.micro_batched_reference`` defines. ``"auto"``: the number with which an iteration is fastest,
@@ -247,7 +248,11 @@ class OffmateStrategy(Checkpoints):
                 choice = self.of_first(lambda: choose(trainer, optimizer, size, settings))
             self.profile, self.plan = choice.profile, choice.plan
             known = choice.plan.batch_size, choice.plan.accumulate
+        else:
+            windows.check_bound(trainer, math.prod(known), "the checkpoint or the plan has")
         size.value, accumulate = known
+        # The next run of the Trainer chooses anew.
+        self._undo.callback(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches)
         windows.split(trainer, choices, size.value, accumulate)
         self.settings = windows.settings_from_trainer(self.settings, trainer)
 

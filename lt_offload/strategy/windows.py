@@ -63,23 +63,31 @@ def choices_of(trainer: Any, batch_size: int, rows: int | None = None) -> Choice
         rows: samples that there are; None: that is not known.
 
     Raises:
-        ConfigError: if the samples per update are given, and are more than ``max_batch_size``.
+        ConfigError: if an update has more samples than ``max_batch_size``, whatever is chosen.
     """
     strategy, count, longest = trainer.strategy, trainer.accumulate_grad_batches, batches_per_update(trainer)
     samples = count * batch_size if 1 < count == longest else None
-    bound = strategy.max_batch_size
-    if bound is not None and (samples or 0) > bound:
+    accumulate, limit = longest if longest > count else None, trainer.limit_train_batches
+    if samples is accumulate is None and (isinstance(limit, int) or limit < 1):
+        accumulate = 1  # an epoch may have fewer batches than an update
+    bound, each = strategy.max_batch_size, trainer.world_size
+    most = [LARGEST if bound is None else max(1, bound // each), *(() if rows is None else (rows,))]
+    choices = Choices(most=min(most), samples=samples, parts=strategy.micro_batches, accumulate=accumulate)
+    given = [f"batch_size={batch_size}"] if samples else []
+    given += [f"micro_batches={choices.parts}"] if choices.parts not in (1, "auto") else []
+    given += [f"accumulate_grad_batches={longest}", *([f"{each} processes"] if each > 1 else [])]
+    check_bound(trainer, choices.unit, f"{' and '.join(given)} give at least")
+    return choices
+
+
+def check_bound(trainer: Any, samples: int, source: str) -> None:
+    """Raise ``ConfigError`` if ``max_batch_size`` is less than ``samples`` of each process, which ``source`` says."""
+    bound, least = trainer.strategy.max_batch_size, samples * trainer.world_size
+    if bound is not None and least > bound:
         raise ConfigError(
-            f"max_batch_size={bound} is less than the {samples} samples per update that batch_size={batch_size} and "
-            f"accumulate_grad_batches={count} give; set accumulate_grad_batches=1 to let batch_size='auto' choose "
-            f"them, or max_batch_size={samples}"
+            f"max_batch_size={bound} is less than the {least} samples per update that {source}; set "
+            f"max_batch_size={least} or more, or change these"
         )
-    return Choices(
-        most=min(size for size in (bound or LARGEST, rows) if size is not None),
-        samples=samples,
-        parts=strategy.micro_batches,
-        accumulate=longest if longest > count else None,
-    )
 
 
 def split(trainer: Any, choices: Choices, batch_size: int, accumulate: int) -> None:

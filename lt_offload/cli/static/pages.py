@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -105,11 +105,11 @@ def of_group(key: str) -> list[HelpEntry]:
 # -- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def recipe_help(verb: str, recipe: Path, values: dict[str, Any]) -> str:
-    """Return the help of ``verb`` with ``recipe``: its flags, and every setting with its value."""
+def recipe_help(verb: str, files: Sequence[Path], values: dict[str, Any]) -> str:
+    """Return the help of ``verb`` with a recipe of ``files``: its flags, and every setting with its value."""
     first, *_ = page(verb).split("\n\n")[1:]
-    call = f"{'' if verb == 'fit' else f'{verb} '}{recipe.stem}"
-    lines = [f"usage: lt-finetune {call} [--key value ...]", "", recipes.describe(recipe), ""]
+    call = f"{'' if verb == 'fit' else f'{verb} '}{files[-1].stem}"
+    lines = [f"usage: lt-finetune {call} [--key value ...]", "", recipes.describe(files[-1]), ""]
     lines += [f"{first} Its flags, and those of every verb:", *(entry.text for entry in entries(verb).values())]
     lines += [page("every-verb"), "Settings, each with its value after =; --data.help, --model.lr.help ... say more."]
     for name, about in groups().items():

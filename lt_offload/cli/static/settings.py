@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lt_offload.cli.recipes import merged, read
+from lt_offload.cli.recipes import read
 from lt_offload.cli.static import pages
 from lt_offload.cli.static.pages import SETTINGS, HelpEntry, entries, groups, page
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.errors import ConfigError
 from lt_offload.nested import dotted
+from lt_offload.resources import is_file
 from lt_offload.suggest import did_you_mean, nearest
 from lt_offload.yaml_files import read_yaml
 
@@ -59,9 +60,9 @@ def flags_of(args: Sequence[str]) -> Flags:
     return flags
 
 
-def joined(args: Iterable[str]) -> list[str]:
+def joined(args: Sequence[str]) -> list[str]:
     """Return ``args`` as the parser wants them: each value with an equals sign, or ``-3GB`` would be another flag."""
-    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in flags_of([*args])]
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in flags_of(args)]
 
 
 STRATEGY_NAMES = ("lt_offload.OffmateStrategy", "OffmateStrategy", "offmate")
@@ -75,13 +76,16 @@ _MOST_NAMES = 12
 
 
 def lightning_version() -> str:
-    """Return the version of Lightning that is installed."""
-    return version("lightning")
+    """Return the version of Lightning that is installed; empty if none is."""
+    try:
+        return version("lightning")
+    except PackageNotFoundError:
+        return ""
 
 
 def values(files: Sequence[Path], args: Sequence[str] = ()) -> dict[str, Any]:
     """Return the values that ``files``, later ones first in rank, and the flags ``args`` set, by key."""
-    return {key: value for content in (merged(files), *_contents(args)) for key, value in dotted(content)}
+    return {key: value for content in (*map(read, files), *_contents(args)) for key, value in dotted(content)}
 
 
 def _contents(args: Sequence[str]) -> list[dict[str, Any]]:
@@ -98,18 +102,20 @@ def _parsed(value: str | None) -> Any:
 
 def of_call(verb: Verb) -> list[str]:
     """Return the flags of a verb with a recipe that are no settings."""
-    return [*entries(verb.name), *entries("every-verb"), "help"]
+    return [*entries(verb.name), *OF_FILES, *entries("every-verb"), "help"]
 
 
 def check(files: Sequence[Path], args: Sequence[str], verb: Verb) -> None:
     """Raise ``ConfigError`` for the first setting in ``files`` and flags that does not exist; it names near ones."""
+    flags = flags_of(args)
+    more = [Path(text) for name, text in flags if name == "config" and text is not None and is_file(text)]
     # The class of the strategy decides whether settings below it can be known, so it is looked for first.
-    ours = values(files, args).get("trainer.strategy") in STRATEGY_NAMES
-    for file in files:
+    ours = values([*files, *more], args).get("trainer.strategy") in STRATEGY_NAMES
+    for file in (*files, *more):
         for key, value in dotted(read(file)):
             top = key.partition(".")[0]
             _check_key(key if top in _TOP else top, value, [*OF_FILES, *entries(verb.name)], ours, f" in {file}")
-    for name, _ in flags_of(args):
+    for name, _ in flags:
         if name not in of_call(verb) and (
             owners := [one.name for one in VERBS.values() if one.recipe and name in entries(one.name)]
         ):
@@ -190,10 +196,9 @@ def parse(verb: Verb, args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """
     known, usage = entries(verb.name), page(verb.name).partition("\n")[0].removeprefix("usage: ")
     words, flags = split(args)
-    flags_known = [name for name, entry in known.items() if entry.is_flag]
     for name, value in flags:
         if name not in known:
-            raise ConfigError(f"{verb.name}: unknown flag --{name}{did_you_mean(name, flags_known, prefix='--')}")
+            raise ConfigError(f"{verb.name}: unknown flag --{name}{did_you_mean(name, _flags(known), prefix='--')}")
         if value is None:
             raise ConfigError(f"{verb.name}: --{name} needs a value: {usage}")
     places = [entry for entry in known.values() if not entry.is_flag]
@@ -205,3 +210,7 @@ def parse(verb: Verb, args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     if len(words) > len(places) and not any(place.takes == "..." for place in places):
         raise ConfigError(f"{verb.name}: {' '.join(words[len(places) :])} is one word too many: {usage}")
     return words, {name: value == "true" if known[name].is_switch else value for name, value in flags}
+
+
+def _flags(known: dict[str, HelpEntry]) -> Iterable[str]:
+    return (name for name, entry in known.items() if entry.is_flag)

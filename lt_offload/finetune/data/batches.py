@@ -175,6 +175,11 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
 
         Raises ``ConfigError`` if the data or the settings differ, so that another order would follow.
         """
+        if "depends_on" not in state:
+            raise ConfigError(
+                "the checkpoint does not say where in the data its run was: it is of another version of lt_offload; go "
+                "on with that, or begin anew from its weights"
+            )
         before, depends_on = state["processes"], state["depends_on"]
         if (depends_on["count"] is None) != (self.count is None):
             streaming = str(depends_on["count"] is None).lower()

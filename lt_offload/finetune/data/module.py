@@ -416,9 +416,11 @@ class FineTuneData(_DataSettings, LightningDataModule):
             setting = "data.validation_share" if self.validation_rows is None else "data.validation_rows"
             keep = f", or {setting}, which holds out {few} sequences" if few and not len(self._train) else ""
             keep += f", or have fewer than {share.of} processes, each of which takes a batch" if share.of > 1 else ""
+            each = f" for each of {share.of} processes" if share.of > 1 else ""
             raise ConfigError(
                 f"data.path={self.path!r} gives {len(self._train)} training sequences of up to {self.max_length} "
-                f"tokens, fewer than data.batch_size={self.batch_size}; lower data.batch_size or data.max_length{keep}"
+                f"tokens, fewer than data.batch_size={self.batch_size}{each}; lower data.batch_size or "
+                f"data.max_length{keep}"
             )
         sizes = sizes_for(self.trainer)
         order = self._order(

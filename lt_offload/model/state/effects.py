@@ -32,6 +32,8 @@ _Contents = list[tuple[Any, Contents]]
 """Containers and dictionaries of objects, each with what it held."""
 
 
+_Clones = dict[int, Tensor]
+"""By identity of a buffer: its clone, which all places share that the buffer is in."""
 Owner = tuple[int, str]
 """An attribute: the identity of the dictionary that it is in, and its name."""
 
@@ -174,14 +176,20 @@ class Snapshot:
 @contextmanager
 def _restored(items: Iterable[tuple[_Part, Any]]) -> Iterator[None]:
     """Let parts be what they were before; afterwards they are as they are now."""
+    items, clones = list(items), _Clones()
     present = [(part, part.now()) for part, _ in items]
+    # A run may write a buffer by another reference, too, where no clone takes its place.
+    reached = [held for part, before in items if (held := part.reached(before)) is not None]
     for part, before in items:
-        part.restore(before)
+        part.restore(before, clones)
     try:
         yield
     finally:
         for part, now in present:
-            part.restore(now)
+            part.restore(now, _Clones())
+        for tensor, version, content in reached:
+            if _version(tensor) != version:
+                tensor.data.copy_(content)
 
 
 class _Part:
@@ -213,7 +221,11 @@ class _Part:
         """Return whether the state differs from ``before``; ``closely``: compare contents as well, which takes time."""
         raise NotImplementedError
 
-    def restore(self, before: Any) -> None:
+    def reached(self, before: Any) -> tuple[Tensor, int, Tensor] | None:
+        """Return the present tensor, if the state is one, with its version and content."""
+        return None
+
+    def restore(self, before: Any, clones: _Clones) -> None:
         """Make the state what it was."""
         raise NotImplementedError
 
@@ -236,7 +248,7 @@ class _Attributes(_Part):
         pairs = zip(self._modules, before[0], strict=True)
         return not (all(_same(_own(now), own) for now, own in pairs) and all(unchanged(*pair) for pair in before[1]))
 
-    def restore(self, before: tuple[list[dict[str, Any]], _Contents]) -> None:
+    def restore(self, before: tuple[list[dict[str, Any]], _Contents], clones: _Clones) -> None:
         for now, own in zip(self._modules, before[0], strict=True):
             for name in [name for name in now if name not in _INTERNAL and name not in own]:
                 del now[name]
@@ -304,9 +316,22 @@ class _BufferPart(_Part):
         numbers = not (buffer.is_meta or type(buffer).__name__ == "FakeTensor")
         return closely and numbers and not torch.equal(buffer, content)
 
-    def restore(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
+    def reached(self, before: tuple[Tensor | None, int, Tensor | None]) -> tuple[Tensor, int, Tensor] | None:
+        buffer: Tensor | None = self._holder.get(self._name)
+        if buffer is None:
+            return None
+        known, version, content = before
+        if content is None or buffer is not known or _version(buffer) != version:
+            content = buffer.detach().clone()
+        return buffer, _version(buffer), content
+
+    def restore(self, before: tuple[Tensor | None, int, Tensor | None], clones: _Clones) -> None:
         buffer, _, content = before
-        self._holder[self._name] = buffer if content is None else content.clone()
+        if content is not None:
+            if id(buffer) not in clones:
+                clones[id(buffer)] = content.clone()
+            buffer = clones[id(buffer)]
+        self._holder[self._name] = buffer
 
     def locations(self, before: tuple[Tensor | None, int, Tensor | None]) -> Iterator[Location]:
         value = self._holder.get(self._name)
@@ -326,7 +351,7 @@ class _Generator(_Part):
     def differs(self, before: Any, closely: bool) -> bool:
         return not same_state(self.save(), before)
 
-    def restore(self, before: Any) -> None:
+    def restore(self, before: Any, clones: _Clones) -> None:
         set_state(self._generator, before)
 
 

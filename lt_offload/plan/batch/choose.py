@@ -296,7 +296,7 @@ class _BatchSearch:
             self.unfit[Split(size, 1, parts)] = error
             return None
         except UnsupportedError as error:
-            if parts == 1:
+            if self.choices.parts != "auto":
                 raise
             self.unfit[Split(size, 1, parts)] = error
             self.choices = replace(self.choices, parts=1)
@@ -392,6 +392,7 @@ class _BatchSearch:
             text.append(f"larger updates promise {max(0.0, seconds / least - 1):.1%} more at most")
         elif self.choices.sizes_differ and chosen.samples == self.choices.most:
             text.append("no larger update was considered")
-        if self.unfit:
-            text.append(f"{min(self.unfit).settings} does not fit in {format_bytes(plan.budget_bytes)}")
+        too_large = [split for split, error in self.unfit.items() if isinstance(error, InfeasibleError)]
+        if too_large:
+            text.append(f"{min(too_large).settings} does not fit in {format_bytes(plan.budget_bytes)}")
         return "; ".join(text)

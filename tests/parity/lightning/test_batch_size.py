@@ -10,7 +10,7 @@ import lightning.pytorch
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -102,7 +102,7 @@ def test_a_run_in_parts_and_micro_batches(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(batch_size, "choose_batch", split)
     run = fit(auto(micro_batches="auto", max_batch_size=3), scheduled(shuffle=False), max_epochs=1)
-    assert (run.trainer.strategy.plan.parts, run.trainer.accumulate_grad_batches) == (2, 2)
+    assert (run.trainer.strategy.plan.parts, run.trainer.strategy.plan.accumulate) == (2, 2)
     plain = scheduled(shuffle=False, batch_size=2)
     with micro_batched_reference(plain.model, 2):
         stock = fit("auto", plain, accumulate_grad_batches=2, max_epochs=1)
@@ -110,7 +110,7 @@ def test_a_run_in_parts_and_micro_batches(tmp_path: Path, monkeypatch: pytest.Mo
     run.trainer.save_checkpoint(tmp_path / "split.ckpt")
     monkeypatch.setattr(batch_size, "choose_batch", no_choice)
     resumed = fit(auto(micro_batches="auto"), scheduled(shuffle=False), ckpt=tmp_path / "split.ckpt")
-    assert (resumed.module.batch_size, resumed.trainer.accumulate_grad_batches) == (2, 2)
+    assert (resumed.module.batch_size, resumed.trainer.strategy.plan.accumulate) == (2, 2)
 
 
 def test_a_measured_step_in_the_memory_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +126,34 @@ def test_a_measured_step_in_the_memory_of_its_plan(monkeypatch: pytest.MonkeyPat
 def test_samples_that_are_given_and_more_than_the_bound() -> None:
     with pytest.raises(ConfigError, match="max_batch_size=3 is less than the 4 samples per update that batch_size=2 "):
         fit(auto(max_batch_size=3), scheduled(batch_size=2), accumulate_grad_batches=2)
-    with pytest.raises(ConfigError, match=r"micro_batches=4 is more than the 3 samples .* set micro_batches=3 or less"):
+    with pytest.raises(ConfigError, match="max_batch_size=3 is less than the 4 samples .* micro_batches=4 and "):
         fit(auto(max_batch_size=3, micro_batches=4), scheduled())
+    later = GradientAccumulationScheduler({0: 1, 1: 8})
+    with pytest.raises(ConfigError, match="max_batch_size=2 is less than the 8 samples .* accumulate_grad_batches=8"):
+        fit(auto(max_batch_size=2), scheduled(), callbacks=[later])
+
+
+def test_a_run_that_goes_on_with_more_than_the_bound(tmp_path: Path) -> None:
+    run = fit("auto", scheduled(batch_size=4), max_epochs=1)
+    run.trainer.save_checkpoint(tmp_path / "four.ckpt")
+    with pytest.raises(ConfigError):
+        fit(auto(max_batch_size=2), scheduled(), ckpt=tmp_path / "four.ckpt")
+
+
+def test_batches_per_update_are_chosen_for_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def several(profile_at: Any, settings: Settings, choices: Choices, **others: Any) -> BatchChoice:
+        seen.append(choices)
+        profile = profile_at(2, 1)
+        return BatchChoice(
+            profile=profile, plan=make_plan(profile, replace(settings, accumulate=2)), curve=(), why="so"
+        )
+
+    seen: list[Choices] = []
+    monkeypatch.setattr(batch_size, "choose_batch", several)
+    run = fit(auto(), scheduled(), max_epochs=1)
+    assert run.trainer.accumulate_grad_batches == 1, "a next run of this Trainer chooses anew"
+    fit(auto(), scheduled(), max_epochs=1, limit_train_batches=1)
+    assert [choices.accumulate for choices in seen] == [None, 1], "an epoch may have too few batches"
 
 
 def test_loaders_with_generators_of_their_own() -> None:

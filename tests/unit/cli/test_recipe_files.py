@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from lt_offload.cli import recipes
+from lt_offload.cli.recipes import compose
 from lt_offload.errors import ConfigError
 from lt_offload.resources import shipped_root
 
@@ -95,33 +96,15 @@ def test_an_architecture_is_found_beside_the_file_that_names_it(
     base = write(Path("bases/base.yaml"), "model: {architecture: own.json}")
     child = write(Path("child.yaml"), "base: bases/base.yaml\nmodel: {architecture: folder}")
     files = recipes.chain(child)
-
-    def architecture() -> str:
-        return str(recipes.merged(files)["model"]["architecture"])
-
-    assert architecture() == "folder"
+    plain = ["--config", "bases/base.yaml", "--config", "child.yaml"]
+    assert compose(files, []) == plain
     write(Path("own.json"), "{}")
-    assert recipes.merged(files[:1])["model"]["architecture"] == "own.json", "the parser takes it from here"
+    assert compose(files, []) == plain, "the parser takes it from the working folder"
     write(Path("bases/own.json"), "{}")
-    assert recipes.merged(files[:1])["model"]["architecture"] == "bases/own.json"
+    write(Path("folder/config.json"), "{}")
+    flags = ["--model.architecture=bases/own.json", "--model.architecture=folder"]
+    assert compose(files, ["--model.lr=1"]) == [*plain[:2], flags[0], *plain[2:], flags[1], "--model.lr=1"]
     write(base, "model: {architecture: llama3-8b}")
     write(Path("bases/llama3-8b"), "{}")
-    assert recipes.merged(files[:1])["model"]["architecture"] == "llama3-8b", "names of shipped ones are no paths"
-    write(Path("moved/folder/config.json"), "{}")
-    child.rename("moved/child.yaml")
-    write(Path("moved/child.yaml"), "model: {architecture: folder}")
-    assert recipes.merged([Path("moved/child.yaml")])["model"]["architecture"] == "moved/folder"
-
-
-def test_groups_are_merged_and_maps_replaced(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.yaml", "trainer: {strategy: {class_path: A, init_args: {x: 1, y: 2}}, callbacks: [c]}")
-    second = write(tmp_path / "b.yaml", "trainer: {strategy: {init_args: {y: 3}}, callbacks: {class_path: d}}")
-    assert recipes.merged([first, second])["trainer"] == {
-        "strategy": {"class_path": "A", "init_args": {"x": 1, "y": 3}},
-        "callbacks": ["c", {"class_path": "d"}],
-    }
-    other = write(tmp_path / "c.yaml", "trainer: {strategy: {class_path: B}, callbacks: null}\ndata: {columns: {p: q}}")
-    last = write(tmp_path / "d.yaml", "data: {columns: {r: s}}")
-    assert recipes.merged([first, other, last]) == {
-        "trainer": {"strategy": {"class_path": "B"}, "callbacks": None}, "data": {"columns": {"r": "s"}}
-    }  # fmt: skip
+    write(child, "base: bases/base.yaml\nmodel: {architecture: null}")
+    assert compose(files, []) == plain, "names of shipped ones are no paths"
