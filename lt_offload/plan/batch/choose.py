@@ -392,7 +392,9 @@ class _BatchSearch:
             text.append(f"larger updates promise {max(0.0, seconds / least - 1):.1%} more at most")
         elif self.choices.sizes_differ and chosen.samples == self.choices.most:
             text.append("no larger update was considered")
-        too_large = [split for split, error in self.unfit.items() if isinstance(error, InfeasibleError)]
-        if too_large:
-            text.append(f"{min(too_large).settings} does not fit in {format_bytes(plan.budget_bytes)}")
+        if self.unfit:
+            first = min(self.unfit)
+            fits = isinstance(self.unfit[first], UnsupportedError)
+            why = "cannot be planned" if fits else f"does not fit in {format_bytes(plan.budget_bytes)}"
+            text.append(f"{first.settings} {why}")
         return "; ".join(text)
