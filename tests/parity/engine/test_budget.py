@@ -278,8 +278,8 @@ def test_the_process_takes_what_the_plan_says() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     print(rows)
-    for found, place in zip(rows, ("host", "device"), strict=True):
-        assert place in found["places"]
+    for found, places in zip(rows, ({"host"}, {"device", "paged"}), strict=True):
+        assert places.intersection(found["places"])
         # Python and libraries are in it as they were when the machine was measured.
         assert 0.8 * found["before"] <= found["process"] <= found["before"]
         accounted = found["host"] - found["process"] + found["device"]
