@@ -251,8 +251,8 @@ class OffmateStrategy(Checkpoints):
         else:
             windows.check_bound(trainer, math.prod(known), "the checkpoint or the plan has")
         size.value, accumulate = known
-        # The next run of the Trainer chooses anew.
-        self._undo.callback(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches)
+        if choices.samples is None:  # the next run of the Trainer chooses anew
+            self._undo.callback(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches)
         windows.split(trainer, choices, size.value, accumulate)
         self.settings = windows.settings_from_trainer(self.settings, trainer)
 

@@ -130,7 +130,7 @@ def test_batch_size_auto_keeps_the_split_of_the_run_that_goes_on(tmp_path: Path)
     path = tmp_path / "step=1.ckpt"
     with pytest.warns(UserWarning, match="after 2 batches of its epoch"):
         ours = fit(OffmateStrategy(memory="200MB", batch_size="auto"), resumed, ckpt=path, **settings)
-    assert (resumed.batch_size, ours.trainer.strategy.plan.accumulate) == (1, 4)
+    assert (resumed.batch_size, ours.trainer.accumulate_grad_batches) == (1, 4)
     with pytest.raises(ConfigError, match="3 samples per update .* no multiple of batch_size=2"):
         windows.split(ours.trainer, Choices(samples=3), 2, 1)
 
