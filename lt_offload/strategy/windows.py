@@ -73,10 +73,10 @@ def choices_of(trainer: Any, batch_size: int, rows: int | None = None) -> Choice
     bound, each = strategy.max_batch_size, trainer.world_size
     most = [LARGEST if bound is None else max(1, bound // each), *(() if rows is None else (rows,))]
     choices = Choices(most=min(most), samples=samples, parts=strategy.micro_batches, accumulate=accumulate)
-    given = [f"batch_size={batch_size}"] if samples else []
-    given += [f"micro_batches={choices.parts}"] if choices.parts not in (1, "auto") else []
-    given += [f"accumulate_grad_batches={longest}", *([f"{each} processes"] if each > 1 else [])]
-    check_bound(trainer, choices.unit, f"{' and '.join(given)} give at least")
+    settings = [f"batch_size={batch_size}"] if samples else []
+    settings += [f"micro_batches={choices.parts}"] if choices.parts not in (1, "auto") else []
+    settings += [f"accumulate_grad_batches={longest}", *([f"{each} processes"] if each > 1 else [])]
+    check_bound(trainer, choices.unit, f"{' and '.join(settings)} give at least")
     return choices
 
 

@@ -394,7 +394,7 @@ class _BatchSearch:
             text.append("no larger update was considered")
         if self.unfit:
             first = min(self.unfit)
-            fits = isinstance(self.unfit[first], UnsupportedError)
-            why = "cannot be planned" if fits else f"does not fit in {format_bytes(plan.budget_bytes)}"
+            refused = isinstance(self.unfit[first], UnsupportedError)
+            why = "cannot be planned" if refused else f"does not fit in {format_bytes(plan.budget_bytes)}"
             text.append(f"{first.settings} {why}")
         return "; ".join(text)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.model import head
+from lt_offload.strategy.first import survey
 from tests.gpu.users.runs import MODEL, USERS, Bench, check_way, in_both_ways, module
 from tests.parity.engine.test_head import CHUNK, use_reference
 from tests.support.trainers import Run, Tokens, differences
@@ -65,6 +66,19 @@ def test_batches_that_grow(window: int, way: str, bench: Bench) -> None:
     assert found.trainer.strategy.profile.iterations[:2] == (1, 3 - window)[:shown]
 
 
+@in_both_ways
+def test_a_first_step_whose_logits_would_not_fit(way: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes the loss with the last block, and so does the plan."""
+    monkeypatch.setattr(survey, "_OF_LOGIT", 1 << 40)
+
+    def scene(strategy: Any) -> Run:
+        return bench.fit(strategy, module(), max_epochs=1)
+
+    expected, found = bench.compare(way, scene)
+    assert differences(expected, found) == []
+    assert [option.name for option in found.trainer.strategy.profile.blocks[-1].options] == ["fused"]
+
+
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_batch_size_that_is_chosen(window: int, bench: Bench) -> None:
     """The run is that of stock Lightning with the size, and the number of batches per update, that were chosen."""
@@ -72,7 +86,7 @@ def test_a_batch_size_that_is_chosen(window: int, bench: Bench) -> None:
     made = module(shuffle=False)
     strategy = OffmateStrategy(memory="1GB", batch_size="auto", **bench.options)
     found = bench.fit(strategy, made, **settings)
-    count = found.trainer.accumulate_grad_batches
+    count = found.trainer.strategy.plan.accumulate
     assert strategy.plan is not None
     assert strategy.plan.batch_size == made.batch_size
     if window > 1:
