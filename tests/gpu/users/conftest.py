@@ -13,7 +13,7 @@ from lt_offload.plan import Settings, make_plan
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replan
-from lt_offload.strategy.first import planning
+from lt_offload.strategy.first import planning, survey
 from tests.gpu.target import Target
 from tests.gpu.users.runs import Bench
 from tests.support.trainers import profiled
@@ -40,7 +40,8 @@ def known(measure: partial[Profile], module: Any) -> Profile:
     tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
     groups = [len(group["params"]) for group in optimizer.param_groups], optimizer.defaults
     window = trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.precision
-    sums = trainer.strategy.settings.chunked_loss, [value for value in measure.args if isinstance(value, int)]  # parts
+    parts = [value for value in measure.args if isinstance(value, int)]
+    sums = trainer.strategy.settings.chunked_loss, survey._OF_LOGIT, parts
     key = repr((tensors, module.model.config, type(optimizer), groups, window, module.batch_size, options, sums))
     if key not in PROFILES:
         PROFILES[key] = measure()
