@@ -74,6 +74,7 @@ class App(LightningCLI):
         self.recipe = recipe
         # Read before parsing: after it, nothing tells a flag from a setting of the recipe.
         self._names_data = any(arg.startswith("--data.path") for arg in args)
+        self._names_root = any(arg.startswith("--trainer.default_root_dir") for arg in args)
         self.options: dict[str, Any] = {}
         self.summary = RunSummary()
         super().__init__(
@@ -163,11 +164,11 @@ class App(LightningCLI):
             )
         self.options["ckpt_path"] = str(newest)
 
-    def _resume(self, root: Path | None) -> None:
+    def _resume(self, root: str | None) -> None:
         """Go on in the folder of the last run, from its newest checkpoint; ``ConfigError`` if it had other data."""
-        self.run_dir, newest = last_run(self.recipe, root)
+        self.run_dir, newest = last_run(self.recipe, Path(root) if root else None, by_flag=self._names_root)
         self.options["ckpt_path"] = str(newest)
-        path, saved, written = self.config["data"]["path"], self.run_dir / "config.yaml", self.run_dir / "metrics.csv"
+        path, saved = self.config["data"]["path"], self.run_dir / "config.yaml"
         before = recipes.read(saved).get("data", {}).get("path", path) if saved.exists() else path
         # Data that a flag names are meant as they are; a recipe may have been edited since the run.
         if before != path and not self._names_data:
@@ -176,11 +177,15 @@ class App(LightningCLI):
                 f"{str(before)!r}; 'lt-finetune {self.run_dir} --resume' has all settings of the run, or name the data "
                 "with --data.path"
             )
-        # The logger would delete what was written; numbers count up, so that a run that was resumed many times keeps
-        # all of its curves.
-        if written.exists() and is_first():
-            names = (self.run_dir / f"metrics-{number}.csv" for number in itertools.count(1))
-            written.rename(next(name for name in names if not name.exists()))
+
+    def keep_metrics(self) -> Path | None:
+        """Let ``metrics.csv`` of an earlier part of the run have a number, as the logger would delete it; return it."""
+        written = self.run_dir / "metrics.csv"
+        if not written.exists():
+            return None
+        # Numbers count up, so that a run that was resumed many times keeps all of its curves.
+        names = (self.run_dir / f"metrics-{number}.csv" for number in itertools.count(1))
+        return written.rename(next(name for name in names if not name.exists()))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the trainer, with a run folder that holds everything the run leaves behind."""
@@ -202,7 +207,7 @@ class App(LightningCLI):
                 raise ConfigError(
                     f"--resume and --ckpt_path {self.options['ckpt_path']} both name a checkpoint; give one"
                 )
-            self._resume(Path(root) if root else None)
+            self._resume(root)
         kwargs["default_root_dir"] = str(self.run_dir)
         trains = self.verb.__name__ == "fit"  # else it is no run, and leaves no folder behind
         if self.verb.__name__ in ("generate", "chat"):  # one process answers, where several have trained
@@ -254,13 +259,13 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     return code
 
 
-def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
+def last_run(recipe: Path, root: Path | None, *, by_flag: bool = False) -> tuple[Path, Path]:
     """Return the folder ``root``, or that of the last run of ``recipe`` with a checkpoint, and its newest complete one.
 
-    Raises ``ConfigError`` if there is no such checkpoint.
+    ``by_flag``: ``root`` is that of a flag, and not of the recipe's file. Raises ``ConfigError`` if there is no such checkpoint.
     """
-    # The settings of a run stand in its folder: this run is meant, not the last one with the same name.
-    if root is None and recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir():
+    # The settings of a run stand in its folder, which may have moved since, and they mean that one.
+    if not by_flag and recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir():
         root = recipe.parent
     # Digits only: a recipe whose name begins with this one's and a dash has runs of its own.
     stamp = "[0-9]" * 8 + "-" + "[0-9]" * 6

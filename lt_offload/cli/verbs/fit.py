@@ -43,7 +43,7 @@ def fit(
             "use offmate"
         )
     trainer = app.trainer
-    first = processes.is_first()
+    first, metrics = processes.is_first(), None
     if first:
         # A new run only: one that goes on finds its own files there.
         if not resume and ((app.run_dir / "metrics.csv").exists() or any(app.run_dir.glob("checkpoints/*"))):
@@ -52,6 +52,7 @@ def fit(
                 f"with it by 'lt-finetune {app.run_dir} --resume', choose another folder, or remove it"
             )
         make_folder(app.run_dir, "trainer.default_root_dir")
+        metrics = app.keep_metrics()
     if hasattr(trainer.strategy, "explain"):
         trainer.strategy.explain = explain
     status("reading data, loading the model")
@@ -64,9 +65,12 @@ def fit(
     except BaseException as error:
         processes.end_others(trainer)
         clear()
-        # A run that could not be continued with the present settings keeps its own.
-        if before is not None and app.summary.first_step is None:
-            config.write_bytes(before)
+        # A run that could not be continued with the present settings keeps its own, and its curve.
+        if app.summary.first_step is None:
+            if before is not None:
+                config.write_bytes(before)
+            if metrics is not None:
+                metrics.replace(app.run_dir / "metrics.csv")
         report = app.summary.end(trainer, error)
         left = error if isinstance(error, SystemExit) else None
         terminated = EXIT_CODES[signal.SIGTERM]

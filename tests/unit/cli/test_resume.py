@@ -117,11 +117,16 @@ def test_settings_that_a_run_cannot_be_continued_with_are_not_kept(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([recipe, "--trainer.default_root_dir", "run", "--trainer.max_steps", "2"]) == 0
-    before = Path("run/config.yaml").read_text()
+    folder = Path("run").rename("moved")  # which the settings in it do not know
+    before = {path: path.read_bytes() for path in (folder / "config.yaml", folder / "metrics.csv")}
     capsys.readouterr()
-    line = fails(capsys, "run", "--resume", "--data.seed", "5", "--trainer.max_steps", "3")
+    line = fails(capsys, "moved", "--resume", "--data.seed", "5", "--trainer.max_steps", "3")
     assert "seed was 0, now it is 5" in line
-    assert Path("run/config.yaml").read_text() == before
+    assert {path: path.read_bytes() for path in before} == before
+    assert not list(folder.glob("metrics-*.csv"))
+    assert main(["moved", "--resume", "--trainer.max_steps", "3"]) == 0
+    assert (folder / "metrics-1.csv").read_bytes() == before[folder / "metrics.csv"]
+    assert not Path("run").exists()
 
 
 def test_a_run_is_not_overwritten_by_another_one(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
