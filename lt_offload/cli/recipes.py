@@ -231,8 +231,8 @@ def _callbacks(files: Sequence[Path]) -> list[Any] | None:
         if not isinstance(callbacks, dict | list | str | None):
             return None  # the parser says what is wrong with it
         mentions += 1
-        # null empties the list, as it does for the parser: a recipe can get rid of its bases' callbacks.
-        if callbacks is None:
+        # null and [] empty the list, as flags of theirs do: a recipe can get rid of its bases' callbacks.
+        if not callbacks:
             merged = []
             continue
         merged += [one for one in (callbacks if isinstance(callbacks, list) else [callbacks]) if one not in merged]

@@ -279,8 +279,9 @@ def test_callbacks_are_appended(recipe: str, capsys: pytest.CaptureFixture[str])
     assert list(names(printed(capsys, "child.yaml"))) == [*OURS, "EarlyStopping"]
     Path("grandchild.yaml").write_text("base: child.yaml\ntrainer: {callbacks: {class_path: RichModelSummary}}\n")
     assert list(names(printed(capsys, "grandchild.yaml"))) == [*OURS, "EarlyStopping", "RichModelSummary"]
-    Path("none.yaml").write_text("base: child.yaml\ntrainer: {callbacks: null}\n")
-    assert not printed(capsys, "none.yaml")["trainer"]["callbacks"]
+    for empty in ("null", "[]"):
+        Path("none.yaml").write_text(f"base: child.yaml\ntrainer: {{callbacks: {empty}}}\n")
+        assert not printed(capsys, "none.yaml")["trainer"]["callbacks"]
 
 
 def test_a_bar_of_ones_own_replaces_the_recipes(recipe: str) -> None:
