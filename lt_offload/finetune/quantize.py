@@ -15,8 +15,19 @@ from torch import Tensor, nn
 
 from lt_offload.compat.hugging_face import STORED_IN_EIGHT_BITS, STORED_IN_FOUR_BITS
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.processes import is_first
+from lt_offload.finetune.terminal import say
 from lt_offload.machine.pages import forget
-from lt_offload.model.quantized import BLOCK, bitsandbytes, check_layers, empty_layer, is_packed, packed_layers, prepare
+from lt_offload.model.quantized import (
+    BLOCK,
+    bitsandbytes,
+    check_layers,
+    empty_layer,
+    is_packed,
+    packed_layers,
+    prepare,
+    uneven_layers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -76,8 +87,7 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     One layer at a time: a model whose weights are mapped from files needs room for the result and one weight more, as
     pages that were read are dropped. A GPU does the work, if there is one; the result is on the host. Layers of four
-    bits stay as they are. Raises ``ConfigError`` if there is nothing to quantize, or a weight has rows that are no
-    multiple of a block.
+    bits stay as they are, and those whose rows are no multiple of a block. Raises ``ConfigError`` if most weights would.
     """
     bnb = bitsandbytes()
     worker = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,7 +98,9 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         loaded.register_load_state_dict_pre_hook(_load_scales)
         if loaded.bias is not None:
             loaded.bias.data = loaded.bias.data.to(dtype)
-    layers = check_layers(model)
+    layers, uneven = check_layers(model), [name for name, _ in uneven_layers(model)]
+    if uneven and is_first():
+        say(f"{len(uneven)} layers with rows of no multiple of {BLOCK} numbers stay in {str(dtype).removeprefix('torch.')}: {uneven[0]}, ...")
     while layers:
         name, layer = layers.pop()  # the list would keep what the model lets go of
         new = empty_layer(layer, dtype)

@@ -123,8 +123,11 @@ def _save_weights() -> None:
 
 
 def check_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Return the layers of ``model`` that become layers of four bits."""
-    layers = list(_linear(model))
+    """Return the layers of ``model`` that become layers of four bits.
+
+    Not those with rows that are no multiple of a block (a vision tower's): some of bitsandbytes' products refuse them.
+    """
+    layers = [(name, layer) for name, layer in _linear(model) if not layer.in_features % BLOCK]
     outside = {id(parameter) for parameter in _kept(model)} | {id(layer.weight) for _, layer in layers}
     others = [
         (name, p) for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outside and not is_packed(p)
@@ -135,15 +138,10 @@ def check_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
         name, largest = max(others, key=lambda item: item[1].numel(), default=("none", None))
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__ if largest is not None else "nothing"
         raise ConfigError(
-            f"quantize='nf4': most weights of {type(model).__name__} are no nn.Linear (the largest, {name}, is in a "
-            f"{kind}); set it to null, or use a model whose layers are"
+            f"quantize='nf4': most weights of {type(model).__name__} are no nn.Linear whose rows are a multiple of "
+            f"{BLOCK} numbers, which share a scale (the largest, {name}, is in a {kind}); set it to null, or use a "
+            "model whose layers are"
         )
-    for name, layer in layers:
-        if layer.in_features % BLOCK:
-            raise ConfigError(
-                f"quantize='nf4': {name} has rows of {layer.in_features} numbers, which is no multiple of the "
-                f"{BLOCK} that share a scale; set it to null"
-            )
     return layers
 
 
@@ -253,6 +251,11 @@ def _kept(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             yield from module.parameters()
+
+
+def uneven_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the layers of ``model`` that stay as they are for their rows, by name."""
+    yield from ((name, layer) for name, layer in _linear(model) if layer.in_features % BLOCK)
 
 
 def _linear(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -209,6 +209,25 @@ def test_layers_that_are_no_linear_ones() -> None:
         quantize.quantized(model, torch.float32)
 
 
-def test_rows_that_are_no_whole_blocks() -> None:
-    with pytest.raises(ConfigError, match=r"q_proj has rows of 32 numbers, .* no multiple of the 64"):
-        quantize.quantized(models.build(), torch.float32)
+def test_rows_that_are_no_whole_blocks_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    model = quantize.quantized(models.build(hidden_size=64, intermediate_size=96), torch.bfloat16)
+    assert {name.rpartition(".")[2] for name, _ in packed_layers(model)} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj"),
+    }
+    assert "3 layers with rows of no multiple of 64 numbers stay in bfloat16: model.layers.0" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"most weights of LlamaForCausalLM .* multiple of 64 .* is in a Linear\)"):
+        quantize.quantized(models.build(hidden_size=32), torch.float32)
+
+
+def test_a_vision_tower_stays_as_it_is() -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 97, "head_dim": 16}
+    vision = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma3Config(text_config=text | heads, vision_config=vision, mm_tokens_per_image=4)
+    model = quantize.quantized(Gemma3ForConditionalGeneration(config), torch.float32)
+    assert len(list(packed_layers(model))) == 2 * 7
+    assert all("language_model" in name for name, _ in packed_layers(model))
