@@ -123,8 +123,9 @@ def check(files: Sequence[Path], args: Sequence[str], verb: Verb) -> None:
                 f"--{name} is a flag of {' and '.join(owners)}, not of {verb.name}"
                 + ("; give the run folder instead of the recipe, or --ckpt_path FILE" if name == "resume" else "")
             )
+    maps = {name for name, entry in entries(SETTINGS).items() if "MAP" in _kinds(entry)}
     for content in _contents(args):
-        for key, value in dotted(content):
+        for key, value in content.items() if content.keys() <= maps else dotted(content):
             _check_key(key, value, of_call(verb), ours, "")
 
 

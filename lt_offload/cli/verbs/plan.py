@@ -91,7 +91,9 @@ def plan(
             f"trainer.strategy.plan={str(replayed)!r} is replayed by training, and this verb makes plans; set it to "
             "null"
         )
-    budget = Budget.of(memory)  # a slip is noticed here, before all that is slow
+    budget = Budget.of(memory)  # slips are noticed here, before all that is slow
+    if budget.nbytes is not None and hardware is not None and sweep is None:
+        Settings(memory=budget).check_card(load_hardware(hardware))
     if sweep is not None:
         for flag, value in ((f"trace={trace!r}", trace), ("--explain", explain)):
             if value:

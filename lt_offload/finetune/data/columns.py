@@ -28,6 +28,8 @@ _ALL: dict[Format, tuple[str, ...]] = {
 }
 _OF_MESSAGES = ("role", "content")
 """Roles of the keys of a message, not of columns."""
+_PAIR = ("question", "query", "problem", "input", "instruction", "prompt"), ("answer", "response", "reply", "solution")
+"""Usual names of columns that are no format's, of questions and of their answers, for a hint."""
 _OF_COLUMNS = tuple(dict.fromkeys(role for roles in _ALL.values() for role in roles))
 ROLES = (*_OF_COLUMNS, *_OF_MESSAGES)
 
@@ -125,9 +127,11 @@ def find_columns(
     example = names[0] if names else "..."
     if choice == "auto":
         needs = "; ".join(f"{format}: {', '.join(roles)}" for format, roles in NEEDED.items())
+        question, answer = (next((name for name in names if name.lower() in usual), None) for usual in _PAIR)
+        pair = f"instruction: {question}, output: {answer}" if question and answer else f"text: {example}"
         raise ConfigError(
             f"{where} has no columns of a known format, it has {has}; formats need {needs}. Say which column is which, "
-            f"for example --data.columns '{{text: {example}}}'"
+            f"for example --data.columns '{{{pair}}}'"
         )
     missing = next(role for role in NEEDED[choice] if role not in by_role)
     raise ConfigError(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,15 @@ def test_data_are_shown_without_weights(
     assert "<html>" in (tmp_path / "data.html").read_text()
     assert "end the name with one of .html" in fails(capsys, "data", recipe, "--save", str(tmp_path / "data.pdf"))
     assert "samples=-1 is too small" in fails(capsys, "data", recipe, "--samples", "-1")
+
+
+def test_columns_are_named_by_a_flag(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.csv").write_text("who,question,answer\nme,a cat,a rat\n")
+    line = fails(capsys, "data", recipe, "--data.path", "rows.csv")
+    flag = re.search(r"(--data.columns) '(.*)'", line)
+    assert flag is not None
+    assert main(["data", recipe, "--data.path", "rows.csv", *flag.groups(), "--data.format", "alpaca"]) == 0
+    assert "1 rows as alpaca (columns question, answer)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_print_config_is_a_recipe(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_formats(names: str, choice: Any, mapping: dict[str, str], format: str, 
     ("names", "choice", "mapping", "message"),
     [
         ("body n", "auto", {}, r"no columns of a known format, it has 'body', 'n'; .* --data.columns '{text: body}'"),
+        ("id Question answer", "auto", {}, "--data.columns '{instruction: Question, output: answer}'"),
         ("", "auto", {}, "it has none"),
         ("body", "text", {}, r"has no column 'text', it has 'body'; choose data.format=auto, or .* '{text: body}'"),
         ("text", "auto", {"text": "txet"}, "data.columns: .* has no column 'txet', it has 'text'"),
