@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         PlanError,
         UnsupportedError,
     )
+    from lt_offload.hf.accelerated import accelerated
     from lt_offload.hf.context import hf_trainer
     from lt_offload.model.head import chunked_loss_reference
     from lt_offload.model.parts import micro_batched_reference
@@ -52,6 +53,7 @@ __all__ = [
     "Profile",
     "Trace",
     "UnsupportedError",
+    "accelerated",
     "chunked_loss_reference",
     "hf_trainer",
     "micro_batched_reference",
@@ -71,6 +73,7 @@ _LAZY = _ERRORS | {
     "Plan": "lt_offload.schema.plan",
     "Profile": "lt_offload.schema.profile",
     "Trace": "lt_offload.schema.trace",
+    "accelerated": "lt_offload.hf.accelerated",
     "chunked_loss_reference": "lt_offload.model.head",
     "hf_trainer": "lt_offload.hf.context",
     "micro_batched_reference": "lt_offload.model.parts",

@@ -262,7 +262,8 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
 def last_run(recipe: Path, root: Path | None, *, by_flag: bool = False) -> tuple[Path, Path]:
     """Return the folder ``root``, or that of the last run of ``recipe`` with a checkpoint, and its newest complete one.
 
-    ``by_flag``: ``root`` is that of a flag, and not of the recipe's file. Raises ``ConfigError`` if there is no such checkpoint.
+    ``by_flag``: ``root`` is that of a flag, and not of the recipe's file. Raises ``ConfigError`` if there is no such
+    checkpoint.
     """
     # The settings of a run stand in its folder, which may have moved since, and they mean that one.
     if not by_flag and recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir():

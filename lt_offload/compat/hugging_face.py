@@ -7,6 +7,7 @@ newest. Libraries are imported where they are used: most programs need one of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 LOSS_FUNCTION = "_loss_function"
@@ -17,6 +18,8 @@ STORED_IN_FOUR_BITS, STORED_IN_EIGHT_BITS = "_load_in_4bit", "_load_in_8bit"
 """Keys of a saved configuration of quantization, beside the public ones: older versions wrote only these."""
 ACCELERATES_HOOK = "_hf_hook"
 """The attribute of a module that holds accelerate's hook around its forward: the one that offloads has the weights."""
+optimizers_of: Callable[[Any], list[Any]] = attrgetter("_optimizers")
+"""The optimizers that an Accelerator has prepared, in its wrappers: a model is trained by the one with its weights."""
 CHUNKED_LOG_PROBS, FUSED_FORWARD = "_ChunkedLogProbFunction", "_fused_forward"
 """TRL's losses that read the head's weight themselves; they are given the device's copy of it."""
 

@@ -172,7 +172,8 @@ HOOKS |= {"_forward_hooks_with_kwargs", FORWARD_PRE_HOOKS_WITH_KWARGS}
 """The dictionaries of a module's bookkeeping that a run depends on."""
 compiled_call_of: Callable[[Any], Any] = attrgetter(COMPILED_CALL)
 """The compiled call that ``module.compile()`` has made; None without it."""
-plain_call_of: Callable[[Any], Callable[..., Any]] = attrgetter("_call_impl")
+PLAIN_CALL = "_call_impl"
+plain_call_of: Callable[[Any], Callable[..., Any]] = attrgetter(PLAIN_CALL)
 """A module's call without it."""
 WRAPPED_MODULE = "_orig_mod"
 """The attribute in which ``torch.compile(module)`` keeps the module."""

@@ -87,7 +87,8 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     One layer at a time: a model whose weights are mapped from files needs room for the result and one weight more, as
     pages that were read are dropped. A GPU does the work, if there is one; the result is on the host. Layers of four
-    bits stay as they are, and those whose rows are no multiple of a block. Raises ``ConfigError`` if most weights would.
+    bits stay as they are, and those whose rows are no multiple of a block. Raises ``ConfigError`` if most weights are
+    in such layers, or in none.
     """
     bnb = bitsandbytes()
     worker = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,7 +101,8 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             loaded.bias.data = loaded.bias.data.to(dtype)
     layers, uneven = check_layers(model), [name for name, _ in uneven_layers(model)]
     if uneven and is_first():
-        say(f"{len(uneven)} layers with rows of no multiple of {BLOCK} numbers stay in {str(dtype).removeprefix('torch.')}: {uneven[0]}, ...")
+        kind = str(dtype).removeprefix("torch.")
+        say(f"{len(uneven)} layers with rows of no multiple of {BLOCK} numbers stay in {kind}: {uneven[0]}, ...")
     while layers:
         name, layer = layers.pop()  # the list would keep what the model lets go of
         new = empty_layer(layer, dtype)

@@ -10,30 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lt_offload.errors import OverBudget
+from lt_offload.errors import ConfigError, OverBudget
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.training.passes import Passes
 from lt_offload.hf import head, others, report
-from lt_offload.hf.step import at_backward, trial, without_backward
-from lt_offload.machine.dispatch import DISPATCH_MODES
-from lt_offload.machine.driver import current
+from lt_offload.hf.step import trial, without_backward
+from lt_offload.hf.training import Training, unwrapped
 from lt_offload.model.batch import Size
 from lt_offload.model.blocks import find_blocks
-from lt_offload.model.calls import plainly
 from lt_offload.plan.iteration.memory import room_within
-from lt_offload.profiling.hardware import check_host_memory, check_memory
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.session import installed, prepare, streamed
+from lt_offload.session import streamed
 from lt_offload.strategy.checkpoint.interrupts import Interrupts
-from lt_offload.strategy.first.planning import Planning
-from lt_offload.strategy.first.survey import FirstIteration
 from lt_offload.strategy.metrics import figures
-from lt_offload.strategy.replay import Before, load_plan, record
+from lt_offload.strategy.replay import Before
 from lt_offload.units import format_bytes
 
 _UNFREEZE = (
@@ -42,15 +36,12 @@ _UNFREEZE = (
 )
 
 
-class Run(Planning):
+class Run(Training):
     """The training of a ``trainer``, whose constructor has not been called yet, with the context's ``options``."""
 
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
         super().__init__(options)
         self.trainer = trainer
-        self.settings = replace(self.settings, delayed=True)
-        self.model: Any = None
-        self._sample_batch = options["sample_batch"]
         self.interrupts = Interrupts()
         self._others: list[nn.Module] = []
         """Models beside the one that is trained."""
@@ -63,41 +54,14 @@ class Run(Planning):
         self._around = ExitStack()
         """Undoes the surroundings of a training."""
 
-    # -- the accelerator ---------------------------------------------------------------------------------------------
+    def _prepared(self, model: nn.Module, *, evaluates: bool) -> None:
+        if evaluates and model is not self.trainer.model:
+            # A reference that is to follow the model is computed with: on a GPU, as in plain PyTorch.
+            follows = getattr(self.trainer.args, "sync_ref_model", False)
+            self._others.append(model if follows else others.at_home(model))
 
-    def adapt(self, accelerator: Any) -> None:
-        """Let ``accelerator``, which is the Trainer's own, move neither model nor optimizer, and clip as we do."""
-        for name in ("prepare_model", "prepare_optimizer"):
-            vars(accelerator)[name] = self._in_place(getattr(accelerator, name))
-        clip_norm, clip_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
-
-        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-            # Without a plan nothing is trained by the engine, and gradients are where torch looks for them.
-            if self.engine is None or self.engine.plan is None:
-                norm: Tensor = clip_norm(parameters, max_norm, norm_type)
-                return norm
-            return self.engine.clip_grad_norm_(max_norm, norm_type, parameters=list(_listed(parameters)))
-
-        def clip_grad_value_(parameters: Any, value: float) -> None:
-            if self.engine is None or self.engine.plan is None:
-                clip_value(parameters, value)
-            else:
-                self.engine.clip_grad_value_(value)
-
-        vars(accelerator).update(clip_grad_norm_=clip_grad_norm_, clip_grad_value_=clip_grad_value_)
-
-    def _in_place(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``prepare`` of an accelerator without its move to the device."""
-
-        def prepared(thing: Any, device_placement: bool | None = None, **options: Any) -> Any:
-            ready = prepare(thing, device_placement=False, **options)
-            if isinstance(ready, nn.Module) and options.get("evaluation_mode") and thing is not self.trainer.model:
-                # A reference that is to follow the model is computed with: on a GPU, as in plain PyTorch.
-                follows = getattr(self.trainer.args, "sync_ref_model", False)
-                self._others.append(ready if follows else others.at_home(ready))
-            return ready
-
-        return prepared
+    def _without_backward(self) -> ConfigError:
+        return without_backward(self.trainer)
 
     # -- known by the Trainer ----------------------------------------------------------------------------------------
 
@@ -108,17 +72,8 @@ class Run(Planning):
         return device
 
     @property
-    def _module(self) -> Any:
-        return self.model
-
-    @property
     def _optimizer(self) -> Optimizer:
-        """The optimizer itself: accelerate wraps it, and others may have wrapped it before."""
-        wrapper: Any = self.trainer.optimizer
-        while hasattr(wrapper, "optimizer"):
-            wrapper = wrapper.optimizer
-        optimizer: Optimizer = wrapper
-        return optimizer
+        return unwrapped(self.trainer.optimizer)
 
     @property
     def _callbacks(self) -> Sequence[Any]:
@@ -127,10 +82,6 @@ class Run(Planning):
     @property
     def _updates_done(self) -> int:
         return int(self.trainer.state.global_step)
-
-    def show(self, text: str) -> None:
-        """Show ``text`` to the user."""
-        report.show(text)
 
     def _folder(self) -> Path | None:
         if self.report_dir is not None:
@@ -183,12 +134,6 @@ class Run(Planning):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         self.run_before.train_as_before(model, [self._optimizer], _UNFREEZE)
 
-    def save_record(self, checkpoint: Path) -> None:
-        """Note in the folder of a checkpoint how this run trains."""
-        if self.plan is not None:
-            about = record(self.model, self.profile, self.plan, self.settings, self.growth.sizes)
-            report.save_record(checkpoint, about)
-
     def expect(self, coming: Sequence[Any]) -> None:
         """Take note of the micro-batches of the ``coming`` update."""
         self._speed.trains(coming)
@@ -200,60 +145,14 @@ class Run(Planning):
         Raises:
             ConfigError: if it is watched and has no backward.
         """
-        if self.plan is None and self.profile is None:
-            check_memory(self.settings.device.nbytes, self.root_device)
-            check_host_memory(self.settings.host.nbytes)
-            prepare(self.model, self._optimizer, blocks=self.blocks, accelerator=str(self.root_device))
-            if self.plan_path is not None:
-                load_plan(self.plan_path, self._budget, micro_batches=self.micro_batches)
-        self.comes(batch)
-        self._plan_on_trial()
-        if not self._watches:
+        with ExitStack() as around:
+            first = self._enter(batch, around)
             yield
-            return
-        first = self._watch()
-        with ExitStack() as forward:
-            returned = forward.enter_context(first.forward(batch))
-            height = DISPATCH_MODES.size()
-
-            def run(loss: Tensor, backward: Callable[[], None]) -> None:
-                # Modes that the step has put on top since are the user's.
-                with DISPATCH_MODES.cut(height):
-                    returned(loss)
-                    forward.close()
-                with first.backward():
-                    backward()
-                self._plan_unreached()
-
-            with at_backward(run):
-                yield
-        if self.plan is None and first.elsewhere is None:
-            raise without_backward(self.trainer)
-
-    def _watch(self) -> FirstIteration:
-        first = super()._watch()
-        self._installed.enter_context(current(self.root_device))
-        self._installed.enter_context(plainly(self.model))
-        return first
-
-    def _plan_watched(self, known: Profile | None, first: FirstIteration) -> Passes:
-        if not first.over:
-            raise without_backward(self.trainer)
-        return super()._plan_watched(known, first)
-
-    def _replayed(self, path: str | Path, profile: Profile, budget: int) -> Plan:
-        return load_plan(path, budget)  # the first batch may be smaller than the one that it was made for
-
-    def _begin(self) -> None:
-        self._replanning = None  # nothing corrects a plan under transformers' Trainer, and nothing must promise that
-        super()._begin()
+        if first is not None and self.plan is None and first.elsewhere is None:
+            raise self._without_backward()
 
     def _install(self, plan: Plan | None, budget: int) -> None:
-        assert plan is not None
-        first, structure = self._watched, self._structure()
-        context = installed(self.model, self._optimizer, plan, structure, self.root_device, first)
-        self.engine = self._installed.enter_context(context)
-        self._watched = None
+        super()._install(plan, budget)
         self._speed.restart()
 
     def show_gradients(self) -> None:
@@ -364,7 +263,3 @@ class Run(Planning):
             return {}
         tokens = self.trainer.args.world_size * self._speed.restart()
         return figures(self.engine) | ({"tokens_per_s": tokens} if tokens else {})
-
-
-def _listed(parameters: Any) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

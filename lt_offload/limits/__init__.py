@@ -6,6 +6,7 @@ row's :meth:`Limit.error`. Foreign optimizers are tried on a few small tensors.
 """
 
 from lt_offload.limits import hf as _hf  # noqa: F401  its rows
+from lt_offload.limits.accelerate import SEVERAL_TRAIN as SEVERAL_TRAIN
 from lt_offload.limits.before import overridden as overridden
 from lt_offload.limits.before import overrides as overrides
 from lt_offload.limits.before import unknown_optimizer as unknown_optimizer

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-Scope = Literal["trainer", "hf", "model", "optimizer", "run"]
+Scope = Literal["trainer", "hf", "accelerate", "model", "optimizer", "run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,8 @@ class Setup:
     """The run that is about to begin, as far as its parts exist yet."""
 
     trainer: Any = None
-    """A Lightning Trainer of either namespace, with the scope ``hf`` one of transformers; None in a plain loop."""
+    """A Lightning Trainer of either namespace, with the scope ``hf`` one of transformers, with ``accelerate`` an
+    Accelerator; None in a plain loop."""
     model: nn.Module | None = None
     """The LightningModule, or the model of a plain loop."""
     optimizers: Sequence[Optimizer] = ()
@@ -71,6 +72,7 @@ def check(scope: Scope, run: Setup, *, training: bool = True) -> None:
 _HEADINGS: dict[Scope, str] = {
     "trainer": "Settings of the Trainer and of the module",
     "hf": "Arguments of transformers' Trainer and of TRL's",
+    "accelerate": "Loops with accelerate",
     "model": "Models",
     "optimizer": "Optimizers",
     "run": "What shows only while training runs",

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lt_offload.compat.lightning import compiler_context
-from lt_offload.compat.torch import COMPILED_CALL, WRAPPED_MODULE, compiled_call_of, plain_call_of
+from lt_offload.compat.torch import COMPILED_CALL, PLAIN_CALL, WRAPPED_MODULE, compiled_call_of, plain_call_of
 from lt_offload.errors import ModelError
 from lt_offload.model.blocks import find_blocks
 
@@ -96,6 +96,20 @@ def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:
     """Let calls of ``module`` run ``stand_in``; return a function that ends it."""
     entry = _entry(module)
     return cover(module, entry, StandIn(module, entry, vars(module).get(entry), stand_in))
+
+
+def before_calls(module: nn.Module, begin: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Let ``begin`` get arguments and keyword arguments before each call of ``module``; return what ends it.
+
+    Before its hooks, unlike one of them: those that ``begin`` adds or removes count in the same call.
+    """
+    plain = plain_call_of(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin(args, kwargs)
+        return plain(*args, **kwargs)
+
+    return cover(module, PLAIN_CALL, call)
 
 
 def cover(module: nn.Module, name: str, value: Any) -> Callable[[], None]:

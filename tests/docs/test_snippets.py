@@ -18,6 +18,7 @@ from lt_offload.finetune.module import FineTune
 from scripts.hf.runs import quiet
 from tests.docs import pages
 from tests.support import models, tiny
+from tests.support.accelerated import accelerator_of_ones_own
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*tensorboardX.*", "ignore:.*smaller than the logging interval.*"),
@@ -71,11 +72,13 @@ def names(folder: Path) -> dict[str, Any]:
 
 
 def complete(block: pages.Block) -> bool:
-    return block in SCRIPTS or block in OF_TRAINERS
+    return block in SCRIPTS or block in OF_TRAINERS or block in OF_ACCELERATE
 
 
 SCRIPTS = [block for block in pages.blocks("python") if "(L.LightningModule)" in block.text]
 OF_TRAINERS = [block for block in pages.blocks("python") if "lt_offload.hf_trainer(" in block.text]
+
+OF_ACCELERATE = [block for block in pages.blocks("python") if "lt_offload.accelerated(" in block.text]
 
 
 def test_scripts_are_where_people_look_and_the_same() -> None:
@@ -113,6 +116,17 @@ def test_a_script_with_a_trainer_is_complete(
         exec(compile(block.text, str(block), "exec"), names)
     assert names["trainer"].state.global_step == names["trainer"].args.max_steps
     assert (tmp_path / "out/lt_offload/report.html").is_file()
+
+
+def test_a_script_with_accelerate_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = OF_ACCELERATE
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    with accelerator_of_ones_own(), quiet():
+        exec(compile(block.text, str(block), "exec"), names)
+    assert names["optimizer"].optimizer.state[next(names["model"].parameters())]["step"] == 4
+    assert (tmp_path / "checkpoint/model.safetensors").is_file()
+    assert (tmp_path / "checkpoint/lt_offload.json").is_file()
 
 
 @pytest.mark.parametrize("block", [block for block in pages.blocks("python") if not complete(block)], ids=str)

@@ -28,6 +28,7 @@ PUBLIC = [
     "Profile",
     "Trace",
     "UnsupportedError",
+    "accelerated",
     "chunked_loss_reference",
     "hf_trainer",
     "micro_batched_reference",

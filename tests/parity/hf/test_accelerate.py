@@ -1,8 +1,11 @@
-"""Optimizers and models that accelerate has wrapped: refused by name, and what is named instead trains as plainly."""
+"""Loops with accelerate train as plainly; what cannot be trained is refused, with what works instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,10 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import lt_offload
-from lt_offload.errors import UnsupportedError
+from lt_offload.errors import ConfigError, UnsupportedError
+from scripts.attack.compared import BUDGETS, attacked
+from tests import sampling
+from tests.support import accelerated
 from tests.support.engines import Result, differences
 from tests.support.user_nets import Net, adamw, by_budget, plain, planned, rows, seed, with_every_budget
 
@@ -70,3 +76,121 @@ def given_back() -> nn.Module:
 @with_every_budget
 def test_a_model_without_its_hooks_trains_as_plainly(budget: str) -> None:
     assert differences(plain(Net), by_budget(given_back, budget)) == []
+
+
+@pytest.mark.parametrize(("case", "budget"), sampling.grid(accelerated.CASES, BUDGETS, count=6))
+def test_a_loop_trains_as_plainly(case: str, budget: str, tmp_path: Path) -> None:
+    [found] = attacked(partial(accelerated.train, case, tmp_path, accelerated.SMALL), (budget,))
+    assert (found.outcome, found.says) == ("equal", "")
+    assert found.travels == (budget != "resident") or budget == "middle"
+
+
+def prepared(**options: Any) -> tuple[Any, Any, Any]:
+    """Return an accelerator with a model and its optimizer, offloaded."""
+    with lt_offload.accelerated(memory="1GB", planner="resident", host_update=False):
+        accelerator = accelerated.Script(Path(), None, accelerated.SMALL).start(**options)
+        model = Net()
+        return accelerator, *accelerator.prepare(model, adamw(model))
+
+
+def test_forwards_before_the_first_step_and_copies_of_the_model() -> None:
+    batch = rows()[0]
+    with torch.no_grad():
+        expected = Net()(**batch)["loss"]
+    accelerator, model, optimizer = prepared()
+    with torch.no_grad():
+        assert torch.equal(model(**batch)["loss"], expected)
+    loss = model(**batch)["loss"]
+    assert torch.equal(loss, expected)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    twin = copy.deepcopy(accelerator.unwrap_model(model))
+    with torch.no_grad():
+        assert torch.equal(model(**batch)["loss"], twin(**batch)["loss"])
+    twin(**batch)["loss"].backward()  # an ordinary model, with gradients
+    assert all(weight.grad is not None for weight in twin.parameters())
+    state = accelerator.get_state_dict(model)
+    assert all(torch.equal(state[name], tensor) for name, tensor in twin.state_dict().items())
+    accelerator.free_memory()
+    with torch.no_grad():
+        assert torch.equal(model(**batch)["loss"], twin(**batch)["loss"])
+
+
+def test_another_model_may_follow() -> None:
+    accelerator, model, optimizer = prepared()
+    before = loop_of(accelerator, model, optimizer)
+    accelerator.free_memory()
+    model = Net()
+    after = loop_of(accelerator, *accelerator.prepare(model, adamw(model)))
+    accelerator.end_training()
+    assert [*map(float, after)] == [*map(float, before)]
+
+
+def test_what_the_loop_raises_leaves_a_model_that_trains() -> None:
+    model = Net()
+    expected = model(**rows()[0])["loss"]
+    inner = adamw(model)
+
+    def loop() -> None:
+        with lt_offload.accelerated(memory="1GB"):
+            accelerator = accelerated.Script(Path(), None, accelerated.SMALL).start()
+            accelerator.prepare(model, inner)[0](**rows()[0])
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        loop()
+    loss = model(**rows()[0])["loss"]
+    assert torch.equal(loss, expected)
+    loss.backward()
+    inner.step()
+
+
+def _second(accelerator: Any) -> None:
+    accelerator.prepare(Net())
+
+
+def _no_optimizer(accelerator: Any) -> None:
+    accelerator.free_memory()
+    accelerator.prepare(Net())(**rows()[0])
+
+
+def _no_backward(accelerator: Any) -> None:
+    model = accelerator._models[0]
+    torch.autograd.backward(model(**rows()[0])["loss"])
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "message"),
+    [
+        (None, {"mixed_precision": "fp16"}, r"Accelerator\(mixed_precision='fp16'\): .* use mixed_precision='bf16'"),
+        (None, {"dynamo_backend": "eager"}, r"Accelerator\(dynamo_backend='EAGER'\): .* layer\.compile\(\)"),
+        (_second, {}, r"Net beside Net: .* call requires_grad_\(False\)"),
+        (_no_optimizer, {}, "0 optimizers that accelerator.prepare.. got have weights of Net"),
+        (_no_backward, {}, "Net was called with gradients, and no backward of a loss followed"),
+    ],
+)
+def test_what_cannot_be_trained(
+    use: Callable[[Any], None] | None, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if options.get("mixed_precision") == "fp16":  # accelerate itself refuses it on a CPU
+        monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
+        options = {}
+
+    def loop() -> None:
+        accelerator, _, _ = prepared(**options)
+        assert use is not None
+        try:
+            use(accelerator)
+        finally:
+            accelerator.end_training()
+
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        loop()
+
+
+def test_settings_are_refused_where_the_context_opens() -> None:
+    with pytest.raises(ConfigError, match="memory="):
+        lt_offload.accelerated(memory="lots")
+    with pytest.raises(ConfigError, match="micro_batches"):
+        lt_offload.accelerated(micro_batches=0)

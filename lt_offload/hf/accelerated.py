@@ -1,0 +1,267 @@
+"""Loops of one's own with accelerate: what its ``prepare`` returns trains within a budget."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lt_offload import limits
+from lt_offload.compat.hugging_face import optimizers_of
+from lt_offload.errors import ConfigError
+from lt_offload.execute import find_device
+from lt_offload.hf.replaced import Replaced
+from lt_offload.hf.report import read_record
+from lt_offload.hf.training import Training, unwrapped
+from lt_offload.model.batch import Size
+from lt_offload.model.blocks import find_blocks
+from lt_offload.model.compiled import before_calls
+from lt_offload.model.parts import extent
+from lt_offload.profiling.measure import profile
+from lt_offload.schema.plan import PlannerName
+from lt_offload.schema.profile import Profile
+from lt_offload.session import streamed
+from lt_offload.strategy.first.planning import settings_of
+from lt_offload.strategy.first.survey import early_loss
+
+Loops = list["Loop"]
+_open: ContextVar[tuple[Mapping[str, Any], Loops] | None] = ContextVar("lt_offload_accelerated", default=None)
+"""The options of the innermost context that is open here, and the loops that have begun in it."""
+_UNFREEZE = "an optimizer holds the weights that train when it is made: unfreeze them before"
+
+
+def accelerated(
+    *,
+    memory: str | int | float | None = None,
+    host_memory: str | int | float | None = None,
+    planner: PlannerName = "auto",
+    micro_batches: int | Literal["auto"] = 1,
+    blocks: str | None = None,
+    host_update: bool = True,
+    activation_offload: bool = True,
+    recompute: bool = True,
+    chunked_loss: bool = False,
+    gradient_reserve: float | None = None,
+    plan: str | Path | None = None,
+    solver_time_limit: float = 30.0,
+    report_dir: str | Path | None = None,
+    sample_batch: Any = None,
+) -> AbstractContextManager[None]:
+    """Let the model that ``Accelerator.prepare`` gets within the context train inside ``memory``, with plain numbers.
+
+    The loop stays as it is: ``accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state`` and ``load_state``. If it
+    runs within the context, that gives complete weights back on the host at its end. A loop that comes later gives them
+    back by ``accelerator.end_training()`` or ``free_memory()``. A model of which nothing trains goes to the device, as
+    always. For Trainers there is ``hf_trainer``.
+
+    With ``Accelerator(cpu=True)``, or without a GPU, the same plan runs on an emulated device of ``memory`` bytes.
+
+    Args:
+        memory: device memory that training may occupy, such as ``"10GB"``, ``"10GiB"`` or bytes; None: what is free.
+        host_memory: RAM that training may take; None: what is free.
+        planner: which planner to use; ``"auto"`` simulates several and takes the fastest.
+        micro_batches: parts of a batch that go through each block in turn, see ``lt_offload.micro_batched_reference``.
+        blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers; None: found by structure.
+        host_update: allow optimizer updates on the host.
+        activation_offload: allow activations to travel to the host and back.
+        recompute: allow activations to be computed again.
+        chunked_loss: let the output projection and the loss take a few tokens at a time wherever they can, with the
+            sums of ``lt_offload.chunked_loss_reference``; by default only where nothing else fits.
+        gradient_reserve: for ``planner="memferry"``: the part of all gradient bytes that the device may hold.
+        plan: path of a saved plan to replay instead of planning.
+        solver_time_limit: seconds that planning may take.
+        report_dir: folder for profile.json and plan.json; None: they are not kept.
+        sample_batch: keyword arguments of the model of the largest shape that will come: a step of them runs on trial,
+            to be planned for. None: the first training step shows what to plan, and so does each that is larger than
+            there is room for.
+
+    Raises:
+        ConfigError: if a setting cannot be used as given.
+        UnsupportedError: by ``prepare``, naming what cannot be honoured.
+    """
+    options = locals()
+    settings_of(options)  # refuses what cannot be used as given here, and not within the loop
+    return _opened(options)
+
+
+@contextmanager
+def _opened(options: Mapping[str, Any]) -> Iterator[None]:
+    loops: Loops = []
+    before = _open.set((options, loops))
+    try:
+        with _PREPARE.active():
+            yield
+    finally:
+        _open.reset(before)
+        for loop in loops:
+            if loop.began:
+                loop.close()
+
+
+def _offloading(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(prepare)
+    def prepared(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        opened = _open.get()
+        # A Trainer's accelerator is its own affair, and one that was prepared with goes on as it was.
+        if opened is not None and not {"prepare_model", _LOOP} & vars(accelerator).keys():
+            limits.check("accelerate", limits.Setup(trainer=accelerator))
+            options, loops = opened
+            loops.append(Loop(accelerator, options))
+        return prepare(accelerator, *args, **kwargs)
+
+    return prepared
+
+
+_LOOP = "offmate"
+"""The attribute of an accelerator that holds its loop."""
+_PREPARE = Replaced(lambda: import_module("accelerate").Accelerator, "prepare", _offloading)
+
+
+class Loop(Training):
+    """A loop with an ``accelerator``, with the context's ``options``."""
+
+    def __init__(self, accelerator: Any, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self._accelerator = accelerator
+        self.began = False
+        """True once a model that was prepared has been called."""
+        self._step = ExitStack()
+        """Ends the step that is watched."""
+        self._watching = False
+        self._around = ExitStack()
+        """Lets calls of the model begin nothing any more."""
+        self.adapt(accelerator)
+        for name in ("end_training", "free_memory"):
+            vars(accelerator)[name] = self._closing(getattr(accelerator, name))
+        vars(accelerator)[_LOOP] = self
+        accelerator.register_save_state_pre_hook(lambda _models, _weights, folder: self._save(folder))
+        accelerator.register_load_state_pre_hook(lambda _models, folder: self._load(folder))
+
+    # -- known by the accelerator ------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that blocks run on."""
+        return find_device(str(self._accelerator.device))  # that of an Accelerator has no number
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        own = {id(parameter) for parameter in self.model.parameters()}
+        optimizers = [unwrapped(one) for one in optimizers_of(self._accelerator)]
+        suitable = [one for one in optimizers if own & {id(p) for group in one.param_groups for p in group["params"]}]
+        if len(suitable) != 1:
+            raise ConfigError(
+                f"{len(suitable)} optimizers that accelerator.prepare() got have weights of "
+                f"{type(self.model).__name__}, which is called with gradients; give it one optimizer"
+            )
+        return suitable[0]
+
+    @property
+    def _callbacks(self) -> Sequence[Any]:
+        return ()
+
+    @property
+    def _updates_done(self) -> int:
+        return 0
+
+    def _folder(self) -> Path | None:
+        return None if self.report_dir is None else Path(self.report_dir)
+
+    def _wants_larger(self, size: Size) -> bool:
+        wanted = self._sample_batch
+        return wanted is not None and self.plan_path is None and size.ratio(Size.of(wanted)) > 1
+
+    def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
+        batch = batch if self._sample_batch is None else self._sample_batch
+
+        def measured(parts: int, optimizer: Optimizer, known: Mapping[str, Any]) -> Profile:
+            return profile(
+                self.model,
+                batch,
+                optimizer=optimizer,
+                device=self.root_device,
+                structure=self._structure(),
+                micro_batches=parts,
+                loss=partial(early_loss, tokens=prod(extent(batch)), budget=self._budget, device=self.root_device),
+                **known,
+            )
+
+        return Size.of(batch), measured
+
+    def _without_backward(self) -> ConfigError:
+        return ConfigError(
+            f"{type(self.model).__name__} was called with gradients, and no backward of a loss followed when it was to "
+            "show what to plan; call accelerator.backward(loss), and the model under torch.no_grad() where nothing is "
+            "learned"
+        )
+
+    # -- the models --------------------------------------------------------------------------------------------------
+
+    def _moves(self, thing: Any) -> bool:
+        return isinstance(thing, nn.Module) and not any(p.requires_grad for p in thing.parameters())
+
+    def _prepared(self, model: nn.Module, *, evaluates: bool) -> None:
+        if evaluates or self._moves(model) or model is self.model:
+            return
+        if self.model is not None:
+            raise limits.SEVERAL_TRAIN.error(f"{type(model).__name__} beside {type(self.model).__name__}")
+        self.model = model
+        self.settings = replace(self.settings, accumulate=self._accelerator.gradient_accumulation_steps)
+        self._forget_plan(self.run_before)
+        self._around.callback(before_calls(model, self._called))
+
+    def _called(self, args: Any, kwargs: Any) -> None:
+        """Be ready for a call of the model."""
+        self.began = True
+        if torch.is_grad_enabled():
+            if not self._watching:
+                self._step = ExitStack()
+                self._watching = self._enter(kwargs or args, self._step) is not None
+        elif self.engine is None and self._watched is None:
+            context = streamed(self.model, self._budget, find_blocks(self.model, self.blocks), self.root_device)
+            self.engine = self._installed.enter_context(context)
+
+    def _stepped(self) -> None:
+        self._watching = False
+        self._step.close()
+
+    # -- its end -----------------------------------------------------------------------------------------------------
+
+    def _closing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def closed(*args: Any, **kwargs: Any) -> Any:
+            self.close()
+            return original(*args, **kwargs)
+
+        return closed
+
+    def close(self) -> None:
+        """Give the weights back on the host, and be ready for another model."""
+        with ExitStack() as undo:
+            undo.callback(self._around.close)
+            undo.callback(self._close_engine)
+            self._step.close()
+        self._watching, self.model = False, None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self, folder: str) -> None:
+        if self._accelerator.is_main_process:
+            self.save_record(Path(folder))
+
+    def _load(self, folder: str) -> None:
+        before = read_record(Path(folder), self.say)
+        if self.plan is None and self.model is not None:
+            self._forget_plan(before)
+            self.run_before.train_as_before(self.model, [self._optimizer], _UNFREEZE)

@@ -1,0 +1,174 @@
+"""A training with accelerate: an accelerator that leaves weights where they are, and steps that show what to plan."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_offload.errors import ConfigError
+from lt_offload.execute.training.passes import Passes
+from lt_offload.hf import report
+from lt_offload.hf.step import at_backward
+from lt_offload.machine.dispatch import DISPATCH_MODES
+from lt_offload.machine.driver import current
+from lt_offload.model.calls import plainly
+from lt_offload.profiling.hardware import check_host_memory, check_memory
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.session import installed, prepare
+from lt_offload.strategy.first.planning import Planning
+from lt_offload.strategy.first.survey import FirstIteration
+from lt_offload.strategy.replay import load_plan, record
+
+
+class Training(Planning):
+    """The training of a model by an optimizer that accelerate wraps, with the ``options`` of its context."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self.settings = replace(self.settings, delayed=True)
+        self.model: Any = None
+        self._sample_batch = options["sample_batch"]
+
+    @property
+    def _module(self) -> Any:
+        return self.model
+
+    def show(self, text: str) -> None:
+        """Show ``text`` to the user."""
+        report.show(text)
+
+    @abstractmethod
+    def _without_backward(self) -> ConfigError:
+        """Return the error of a step in which no backward was seen."""
+
+    def _stepped(self) -> None:
+        """Be told that the backward of a step that was watched is over."""
+
+    # -- the accelerator ---------------------------------------------------------------------------------------------
+
+    def adapt(self, accelerator: Any) -> None:
+        """Let ``accelerator`` move neither models that train nor their optimizers, and clip as we do."""
+        for name in ("prepare_model", "prepare_optimizer"):
+            vars(accelerator)[name] = self._in_place(getattr(accelerator, name))
+        clip_norm, clip_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
+
+        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+            # Without a plan nothing is trained by the engine, and gradients are where torch looks for them.
+            if self.engine is None or self.engine.plan is None:
+                norm: Tensor = clip_norm(parameters, max_norm, norm_type)
+                return norm
+            return self.engine.clip_grad_norm_(max_norm, norm_type, parameters=list(_listed(parameters)))
+
+        def clip_grad_value_(parameters: Any, value: float) -> None:
+            if self.engine is None or self.engine.plan is None:
+                clip_value(parameters, value)
+            else:
+                self.engine.clip_grad_value_(value)
+
+        vars(accelerator).update(clip_grad_norm_=clip_grad_norm_, clip_grad_value_=clip_grad_value_)
+
+    def _in_place(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``prepare`` of an accelerator without its move to the device."""
+
+        def prepared(thing: Any, device_placement: bool | None = None, **options: Any) -> Any:
+            ready = prepare(thing, device_placement=device_placement if self._moves(thing) else False, **options)
+            if isinstance(ready, nn.Module):
+                self._prepared(ready, evaluates=options.get("evaluation_mode", False))
+            return ready
+
+        return prepared
+
+    def _moves(self, thing: Any) -> bool:
+        """Return whether a model or an optimizer is the accelerator's to move."""
+        return False
+
+    def _prepared(self, model: nn.Module, *, evaluates: bool) -> None:
+        """Take note of a ``model`` that the accelerator has prepared; ``evaluates``: only to compute with."""
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, batch: Any, around: ExitStack) -> FirstIteration | None:
+        """Begin a training step on ``batch``; return what watches it, if there is no plan that serves.
+
+        ``around`` ends the watching, which goes on until a backward has run.
+        """
+        if self.plan is None and self.profile is None:
+            check_memory(self.settings.device.nbytes, self.root_device)
+            check_host_memory(self.settings.host.nbytes)
+            prepare(self.model, self._optimizer, blocks=self.blocks, accelerator=str(self.root_device))
+            if self.plan_path is not None:
+                load_plan(self.plan_path, self._budget, micro_batches=self.micro_batches)
+        self.comes(batch)
+        self._plan_on_trial()
+        if not self._watches:
+            return None
+        first = self._watch()
+        forward = around.enter_context(ExitStack())
+        returned = forward.enter_context(first.forward(batch))
+        height = DISPATCH_MODES.size()
+
+        def run(loss: Tensor, backward: Callable[[], None]) -> None:
+            # Modes that the step has put on top since are the user's.
+            with DISPATCH_MODES.cut(height):
+                returned(loss)
+                forward.close()
+            with first.backward():
+                backward()
+            self._plan_unreached()
+            self._stepped()
+
+        around.enter_context(at_backward(run))
+        return first
+
+    def _watch(self) -> FirstIteration:
+        first = super()._watch()
+        self._installed.enter_context(current(self.root_device))
+        self._installed.enter_context(plainly(self.model))
+        return first
+
+    def _plan_watched(self, known: Profile | None, first: FirstIteration) -> Passes:
+        if not first.over:
+            raise self._without_backward()
+        return super()._plan_watched(known, first)
+
+    def _replayed(self, path: str | Path, profile: Profile, budget: int) -> Plan:
+        return load_plan(path, budget)  # the first batch may be smaller than the one that it was made for
+
+    def _begin(self) -> None:
+        self._replanning = None  # nothing corrects a plan outside Lightning, and nothing must promise that
+        super()._begin()
+
+    def _install(self, plan: Plan | None, budget: int) -> None:
+        assert plan is not None
+        first, structure = self._watched, self._structure()
+        context = installed(self.model, self._optimizer, plan, structure, self.root_device, first)
+        self.engine = self._installed.enter_context(context)
+        self._watched = None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_record(self, checkpoint: Path) -> None:
+        """Note in the folder of a checkpoint how this run trains."""
+        if self.plan is not None:
+            about = record(self.model, self.profile, self.plan, self.settings, self.growth.sizes)
+            report.save_record(checkpoint, about)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the optimizer within accelerate's wrapper, and within those that others may have put before."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    inner: Optimizer = optimizer
+    return inner
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

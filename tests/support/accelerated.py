@@ -1,0 +1,267 @@
+"""Loops with accelerate, as scripts write them: each trains plainly, or within a budget."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lt_offload
+from scripts.attack.compared import Ended
+from tests.support import models
+
+ROWS = 7
+"""With two in a batch the last one is smaller, and the last window shorter."""
+SMALL: dict[str, Any] = {"layers": 4}
+LARGE: dict[str, Any] = {"layers": 6, "hidden_size": 256, "intermediate_size": 768, "vocab_size": 1024}
+"""For GPUs: more than what their allocator maps at once."""
+
+
+@dataclass
+class Script:
+    """What a case has: its accelerator, and what it has seen."""
+
+    folder: Path
+    settings: dict[str, Any] | None
+    """Those of ``accelerated``; None: it trains plainly."""
+    sizes: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    seen: dict[str, list[Any]] = field(default_factory=lambda: {"seen": []})
+    accelerator: Any = None
+
+    @property
+    def within(self) -> Any:
+        return nullcontext() if self.settings is None else lt_offload.accelerated(**self.settings)
+
+    def start(self, **options: Any) -> Any:
+        """Return a new accelerator."""
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), **options)
+        return self.accelerator
+
+    def model(self, **options: Any) -> Any:
+        return models.build(**self.sizes | options)
+
+    def notes(self, *values: Any) -> None:
+        self.seen["seen"] += [value.detach().cpu().clone() if isinstance(value, Tensor) else value for value in values]
+
+    def loader(self, batch_size: int = 2, *, shuffle: bool = True) -> DataLoader[Any]:
+        batch = models.batch(nn.Linear(1, 1), batch_size=ROWS, sequence_length=12)
+        rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(ROWS)]
+        order = torch.Generator().manual_seed(3)
+        return DataLoader(rows, batch_size=batch_size, shuffle=shuffle, generator=order)  # type: ignore[arg-type]
+
+    def ended(self, model: nn.Module, optimizer: Any) -> Ended:
+        loop = vars(self.accelerator).get("offmate")
+        plan = None if loop is None else loop.plan
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        return Ended.of(self.accelerator.unwrap_model(model), optimizer, self.seen, plan)
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, fused=True, **options)
+
+
+def of_examples(
+    script: Script,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    evaluates: bool = False,
+    shuffle: bool = True,
+    model: Callable[[Script], nn.Module] = Script.model,
+    **options: Any,
+) -> Ended:
+    """The loop of accelerate's own examples."""
+    with script.within:
+        accelerator = script.start(gradient_accumulation_steps=accumulate, **options)
+        made = model(script)
+        optimizer: Any = adamw(made)
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        net, optimizer, loader, schedule = accelerator.prepare(
+            made, optimizer, script.loader(shuffle=shuffle), schedule
+        )
+        for _epoch in range(2):
+            for batch in loader:
+                with accelerator.accumulate(net):
+                    loss = net(**batch).loss
+                    accelerator.backward(loss)
+                    if clip is not None and accelerator.sync_gradients:
+                        script.notes(accelerator.clip_grad_norm_(net.parameters(), clip))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                script.notes(accelerator.gather(loss), schedule.get_last_lr(), accelerator.sync_gradients)
+            if evaluates:
+                evaluate(script, net)
+        return script.ended(net, optimizer)
+
+
+def evaluate(script: Script, model: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        for batch in script.accelerator.prepare_data_loader(script.loader(3)):
+            script.notes(*script.accelerator.gather_for_metrics((model(**batch).loss,)))
+    model.train()
+
+
+def by_hand(script: Script) -> Ended:
+    """Batches of one's own, ``loss.backward()``, groups, clipping by value, and no context around the loop."""
+    accelerator = script.start()
+    made = script.model(family="llama-tied")
+    rest = [p for p in made.parameters() if p.ndim < 2]
+    groups = [{"params": [p for p in made.parameters() if p.ndim > 1], "weight_decay": 0.1}, {"params": rest}]
+    inner = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    with script.within:
+        model = accelerator.prepare(made)
+        optimizer = accelerator.prepare(inner)
+    for i in range(4):
+        batch = {name: tensor.to(accelerator.device) for name, tensor in models.batch(made, seed=i).items()}
+        loss = model(**batch).loss
+        loss.backward()
+        accelerator.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        script.notes(loss, *(weight.sum() for weight in model.parameters()))
+    ended = script.ended(model, optimizer)
+    accelerator.end_training()
+    if script.settings is not None:
+        assert {parameter.device.type for parameter in made.parameters()} == {"cpu"}
+    return ended
+
+
+def resumed(script: Script) -> Ended:
+    """Saved in the middle of an epoch, and gone on with by another accelerator."""
+
+    def run(epochs: int, *, goes_on: bool) -> Ended:
+        accelerator = script.start(gradient_accumulation_steps=2)
+        made = script.model(dropout=0.1)
+        optimizer: Any = adamw(made)
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        model, optimizer, loader, schedule = accelerator.prepare(made, optimizer, script.loader(), schedule)
+        if goes_on:
+            accelerator.load_state(str(script.folder))
+        for _epoch in range(epochs):
+            model.train()
+            batches = accelerator.skip_first_batches(loader, 2) if goes_on else loader
+            for index, batch in enumerate(batches):
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                script.notes(loss)
+                if index == 1 and not goes_on:
+                    accelerator.save_state(str(script.folder))
+        ended = script.ended(model, optimizer)
+        accelerator.free_memory()
+        return ended
+
+    with script.within:
+        run(1, goes_on=False)
+        return run(1, goes_on=True)
+
+
+def with_lora(script: Script) -> nn.Module:
+    model: nn.Module = script.model(lora=True, dropout=0.1, dtype=torch.bfloat16)
+    return model
+
+
+def diffusion(script: Script) -> Ended:
+    """A transformer of diffusers beside a frozen encoder, with a moving average, as its text-to-image scripts."""
+    from diffusers import SD3Transformer2DModel
+    from diffusers.training_utils import EMAModel
+
+    width = 256 if script.sizes is LARGE else 32
+    torch.manual_seed(0)
+    made = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=6 if script.sizes is LARGE else 3,
+        attention_head_dim=8,
+        num_attention_heads=width // 8,
+        joint_attention_dim=32,
+        caption_projection_dim=width,
+        pooled_projection_dim=32,
+        out_channels=4,
+        pos_embed_max_size=16,
+    )
+    encoder = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32)).requires_grad_(False)
+    with script.within:
+        accelerator = script.start(gradient_accumulation_steps=2)
+        encoder = encoder.to(accelerator.device)
+        optimizer: Any = adamw(made)
+        model, optimizer = accelerator.prepare(made, optimizer)
+        average = EMAModel(model.parameters(), decay=0.9)
+        average.to(accelerator.device)
+        for i in range(4):
+            generator = torch.Generator().manual_seed(i)
+            latents, noise = torch.randn(2, 2, 4, 8, 8, generator=generator).to(accelerator.device)
+            text = encoder(torch.randn(2, 5, 16, generator=generator).to(accelerator.device))
+            sigma = torch.rand(2, generator=generator).to(accelerator.device)
+            with accelerator.accumulate(model):
+                mixed = torch.lerp(latents, noise, sigma.view(-1, 1, 1, 1))
+                out = model(
+                    hidden_states=mixed,
+                    timestep=1000 * sigma,
+                    encoder_hidden_states=text,
+                    pooled_projections=text.mean(1),
+                    return_dict=False,
+                )[0]
+                loss = nn.functional.mse_loss(out.float(), (noise - latents).float())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    script.notes(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                average.step(model.parameters())
+            script.notes(loss)
+        script.notes(*average.shadow_params)
+        return script.ended(model, optimizer)
+
+
+CASES: dict[str, Callable[[Script], Ended]] = {
+    "every batch an update": of_examples,
+    "accumulated, clipped, evaluated": partial(of_examples, accumulate=3, clip=0.1, evaluates=True),
+    "mixed precision": partial(of_examples, accumulate=2, mixed_precision="bf16"),
+    "LoRA": partial(of_examples, accumulate=2, clip=0.1, shuffle=False, model=with_lora),
+    "by hand": by_hand,
+    "resumed": resumed,
+    "diffusion": diffusion,
+}
+
+
+def train(case: str, folder: Path, sizes: dict[str, Any], settings: dict[str, Any] | None) -> Ended:
+    """Train ``case`` plainly, or with the ``settings`` of ``accelerated``."""
+    gc.collect()
+    try:
+        return CASES[case](Script(folder, settings, sizes))
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+@contextmanager
+def accelerator_of_ones_own(**options: Any) -> Iterator[Any]:
+    """Yield an accelerator that no later one inherits from."""
+    try:
+        yield Script(Path(), None, SMALL).start(**options)
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
