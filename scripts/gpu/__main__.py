@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in at most ten minutes: memory first, what the engine relies on, equality, races, speed.
+"""Everything that needs a GPU, in at most ten minutes: memory and other programs first, equality, races, speed.
 
     python -m scripts.gpu [--out FOLDER] [--minutes 9.5]        on a machine with a GPU; or: make gpu
     python -m scripts.gpu --parts races suite                   some of it
@@ -87,13 +87,18 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     def bench(name: str, minutes: float | None, *arguments: str) -> Part:
         return Part(name=name, command=["-m", f"scripts.bench.{name}", *arguments], minutes=minutes)
 
+    def suite(name: str, minutes: float | None, chosen: str, *few: str) -> Part:
+        command = ["-m", "scripts.bench.suite", "--device", device, "--suite", chosen, "--out", out]
+        command += ["--minutes", MINUTES_LEFT, *(("--tiny", *few) if tiny else ())]
+        return Part(name=name, command=command, minutes=minutes)
+
     out = str(options.out)
     launch = ["--tiny"] if tiny else ["--steps", "5", "--rounds", "2"]
     update = ["--tiny"] if tiny else ["--rounds", "3"]
-    suite = ["--tiny", "--contender", "auto", "no-offload"] if tiny else []
     device = "cuda" if device == "fake" else device  # programs that are no tests do not know the difference
     found = [
         tests("first", "test_gpu_first.py", 1.2, shown=True),
+        suite("others", OTHERS, "others"),
         tests("smoke", "test_gpu_smoke.py", 1.2, "-m", "quick"),
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
         tests("parity", "test_gpu_parity.py", BESIDE, "-k", "representative", beside=True),
@@ -106,18 +111,20 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         tests("kernels", "test_gpu_kernels.py", BESIDE, beside=True),
         bench("launch", 1.8, "--device", device, "--results", out, *launch),
         bench("update", 0.8, "--results", out, *update),
-        bench("suite", None, "--device", device, "--suite", "small", "--out", out, "--minutes", MINUTES_LEFT, *suite),
+        suite("suite", None, "small", "--contender", "auto", "no-offload"),
     ]
     return [part for part in found if part.name in options.parts]
 
 
 PARTS = (
-    *("first", "smoke", "memory", "parity", "settings", "users", "loops", "engine", "cards", "races"),
+    *("first", "others", "smoke", "memory", "parity", "settings", "users", "loops", "engine", "cards", "races"),
     *("kernels", "launch", "update", "suite"),
 )
 
 STATUS = {0: "ok", 5: "no test is for this device"}
 """By exit code; pytest's 5 says that none of the tests was chosen."""
+OTHERS = 4.0
+"""Minutes for the bench beside other programs: a model of 8 billion weights in each of them."""
 BESIDE = 3.0
 """Minutes for each of the parts that run at the same time."""
 CORES = 2
