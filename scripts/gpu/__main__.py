@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in at most ten minutes: memory and other programs first, equality, races, speed.
 
     python -m scripts.gpu [--out FOLDER] [--minutes 9.5]        on a machine with a GPU; or: make gpu
-    python -m scripts.gpu --parts races suite                   some of it
+    python -m scripts.gpu --parts others races                  some of it
     python -m scripts.gpu --device cpu --tiny                   the same programs on the emulated device, a few of each
     python -m scripts.gpu --device fake --tiny                  and on the fake GPU of the tests
 
@@ -44,8 +44,8 @@ class Part:
 
     name: str
     command: Sequence[str]
-    minutes: float | None
-    """At most; None: what is left, and at least ``RESERVED`` of the whole."""
+    minutes: float
+    """At most."""
     figures: Path | None = None
     """What it writes on its way: outcomes of tests, and what they measured."""
     shown: bool = False
@@ -84,21 +84,18 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         command += few if tiny else ["--rows", str(rows)] if rows else []
         return Part(name=name, command=command, minutes=minutes, figures=figures, **how)
 
-    def bench(name: str, minutes: float | None, *arguments: str) -> Part:
+    def bench(name: str, minutes: float, *arguments: str) -> Part:
         return Part(name=name, command=["-m", f"scripts.bench.{name}", *arguments], minutes=minutes)
-
-    def suite(name: str, minutes: float | None, chosen: str, *few: str) -> Part:
-        command = ["-m", "scripts.bench.suite", "--device", device, "--suite", chosen, "--out", out]
-        command += ["--minutes", MINUTES_LEFT, *(("--tiny", *few) if tiny else ())]
-        return Part(name=name, command=command, minutes=minutes)
 
     out = str(options.out)
     launch = ["--tiny"] if tiny else ["--steps", "5", "--rounds", "2"]
     update = ["--tiny"] if tiny else ["--rounds", "3"]
     device = "cuda" if device == "fake" else device  # programs that are no tests do not know the difference
+    others = ["--suite", "others", "--device", device, "--out", out, "--minutes", MINUTES_LEFT]
+    others += ["--tiny"] if tiny else []
     found = [
         tests("first", "test_gpu_first.py", 1.2, shown=True),
-        suite("others", OTHERS, "others"),
+        Part(name="others", command=["-m", "scripts.bench.suite", *others], minutes=OTHERS),
         tests("smoke", "test_gpu_smoke.py", 1.2, "-m", "quick"),
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
         tests("parity", "test_gpu_parity.py", BESIDE, "-k", "representative", beside=True),
@@ -111,14 +108,13 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         tests("kernels", "test_gpu_kernels.py", BESIDE, beside=True),
         bench("launch", 1.8, "--device", device, "--results", out, *launch),
         bench("update", 0.8, "--results", out, *update),
-        suite("suite", None, "small", "--contender", "auto", "no-offload"),
     ]
     return [part for part in found if part.name in options.parts]
 
 
 PARTS = (
     *("first", "others", "smoke", "memory", "parity", "settings", "users", "loops", "engine", "cards", "races"),
-    *("kernels", "launch", "update", "suite"),
+    *("kernels", "launch", "update"),
 )
 
 STATUS = {0: "ok", 5: "no test is for this device"}
@@ -130,8 +126,6 @@ BESIDE = 3.0
 CORES = 2
 """For each of them."""
 _PRINTING = threading.Lock()
-
-RESERVED = 0.25
 
 MINUTES_LEFT = "MINUTES"
 """Stands in a command for the minutes that the part has."""
@@ -288,11 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         chosen = parts(options, Path(folder))
-        kept = 60 * options.minutes * RESERVED if chosen[-1].minutes is None else 0.0
 
         def allowed(part: Part) -> float:
-            left = deadline - time.monotonic() - GRACE_S
-            return left if part.minutes is None else min(left - kept, 60 * part.minutes)
+            return min(deadline - time.monotonic() - GRACE_S, 60 * part.minutes)
 
         for group in groups(chosen):
             done += run_all(group, allowed, log, Path(folder))
