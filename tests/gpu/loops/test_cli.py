@@ -140,7 +140,10 @@ def test_kernels_of_liger_are_used_where_they_are_installed(
         (tmp_path / "liger_kernel/__init__.py").touch()
         (tmp_path / "liger_kernel/ops.py").write_text(STAND_IN)
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr(kernels, "_unserved", lambda device: None)
+        (tmp_path / "Python.h").touch()
+        find = kernels.find_spec
+        monkeypatch.setattr(kernels, "find_spec", lambda name: find(name) or name == "triton")
+        monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
     assert main([*run, "with"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "kernels those of Liger for norms and gated MLPs" in said
