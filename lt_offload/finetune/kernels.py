@@ -10,21 +10,31 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import MethodType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lt_offload.errors import ConfigError
 from lt_offload.model.blocks import find_blocks
+from lt_offload.model.compiled import KERNELS
 from lt_offload.profiling.from_config.compiled import PlannedGated, PlannedNorm
 
-Kernels = Literal["liger"]
+if TYPE_CHECKING:
+    from lt_offload.schema.profile import HardwareProfile
+
+Kernels = Literal["auto", "liger"]
+
+LIGER = "those of Liger for norms and gated MLPs"
+"""What a plan, a summary and a checkpoint say."""
 
 _GATED = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 """Liger's activations, by their names in configurations."""
@@ -53,13 +63,61 @@ PLANNED = Functions(norm=PlannedNorm.apply, silu=PlannedGated.apply, gelu=Planne
 
 def check_kernels(kernels: Kernels | None, *, compiled: bool) -> None:
     """Raise ``ConfigError`` for a setting that is not known, or not possible beside compiled layers."""
-    if kernels not in (None, "liger"):
-        raise ConfigError(f"model.kernels={kernels!r} is not known; use liger, or set it to null")
-    if kernels is not None and compiled:
+    if kernels not in (None, "auto", "liger"):
+        raise ConfigError(f"model.kernels={kernels!r} is not known; use auto or liger, or set it to null")
+    if kernels == "liger" and compiled:
         raise ConfigError(
             "model.kernels=liger is not offered with model.compile_blocks=true, which fuses the same operations; set "
             "one of them back"
         )
+
+
+def available(config: Any, device: torch.device | None) -> Functions | None:
+    """Return Liger's kernels for a model of ``config`` on ``device`` if all that they need is here, else None.
+
+    Where the package is installed beside a GPU and they are not used all the same, a message says why.
+    """
+    if device is None or device.type != "cuda" or not torch.cuda.is_available() or not _installed():
+        return None
+    reason = _unserved(device) or _unknown(config)
+    if reason is None:
+        try:
+            return liger_functions(device.type)
+        except (ImportError, AttributeError, RuntimeError) as error:  # of another version than its Triton or torch
+            reason = f"liger-kernel cannot be imported: {error}"
+    rank_zero_info(f"model.kernels=auto: layers compute as in transformers, not with Liger's kernels: {reason}")
+    return None
+
+
+def expected(config: Any, machine: HardwareProfile | None) -> bool:
+    """Return whether :func:`available` would have kernels for ``config`` on ``machine``, with the packages of here.
+
+    A machine that is only described has Triton and a compiler, and is served if it computes in bfloat16 (compute
+    capability 8.0).
+    """
+    if machine is None or not machine.context_bytes or not _installed() or _unknown(config) is not None:
+        return False
+    if torch.cuda.is_available() and machine.name == torch.cuda.get_device_name():
+        return _unserved(torch.device("cuda", torch.cuda.current_device())) is None
+    return "bfloat16" in machine.flops_per_s
+
+
+def _installed() -> bool:
+    return find_spec("liger_kernel") is not None
+
+
+def _unserved(device: torch.device) -> str | None:
+    """Return what Triton lacks for ``device``, a GPU, in words; None if it is not known to lack anything."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return "Triton is made for GPUs of compute capability 8.0 and later, this has {}.{}".format(*capability)
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if not any(shutil.which(name) for name in _c_compilers()):
+        return "Triton needs a C compiler, as gcc"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Triton needs Python's headers, as of the package python3-dev"
+    return None
 
 
 def liger_functions(device: str | None) -> Functions:
@@ -69,7 +127,7 @@ def liger_functions(device: str | None) -> Functions:
     """
     if device not in (None, "cuda") or not torch.cuda.is_available():
         raise ConfigError("model.kernels=liger needs a GPU, for which Triton compiles them; set model.kernels=null")
-    if find_spec("liger_kernel") is None:
+    if not _installed():
         raise ConfigError(
             "model.kernels=liger needs the package liger-kernel: pip install lt-offload[liger], or set "
             "model.kernels=null"
@@ -82,25 +140,30 @@ def liger_functions(device: str | None) -> Functions:
     )
 
 
+def _unknown(config: Any) -> str | None:
+    """Return what of a model of ``config`` has no kernels, in words, with what has some; None if it has them."""
+    config = config.get_text_config()
+    if config.model_type not in FAMILIES:
+        return f"nothing for models of type {config.model_type!r}, but for {', '.join(FAMILIES)}"
+    name = _activation(config)
+    return None if name in _GATED else f"no gated {name}, but {', '.join(_GATED)}"
+
+
+def _activation(config: Any) -> str:
+    name: str = getattr(config, "hidden_activation", None) or config.hidden_act
+    return name
+
+
 def use_functions(model: Any, functions: Functions) -> None:
     """Let the norms and gated MLPs of ``model``, a Hugging Face model, compute with ``functions``.
 
     Raises ``ConfigError`` if there are none for this model.
     """
+    if (lacking := _unknown(model.config)) is not None:
+        raise ConfigError(f"model.kernels=liger has {lacking}; set model.kernels=null, or model.compile_blocks=true")
     config = model.config.get_text_config()
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise ConfigError(
-            f"model.kernels=liger has nothing for models of type {config.model_type!r}, but for "
-            f"{', '.join(FAMILIES)}; set model.kernels=null, or model.compile_blocks=true"
-        )
-    name = getattr(config, "hidden_activation", None) or config.hidden_act
-    if name not in _GATED:
-        raise ConfigError(
-            f"model.kernels=liger has no gated {name}, but {', '.join(_GATED)}; set model.kernels=null, or "
-            "model.compile_blocks=true"
-        )
-    gated = functions.silu if _GATED[name] == "silu" else functions.gelu
+    family = FAMILIES[config.model_type]
+    gated = functions.silu if _GATED[_activation(config)] == "silu" else functions.gelu
 
     def norm(self: Any, hidden_states: Tensor) -> Tensor:
         epsilon = getattr(self, "variance_epsilon", None) or self.eps
@@ -113,10 +176,17 @@ def use_functions(model: Any, functions: Functions) -> None:
         result: Tensor = self.down_proj(gated(gate, up))
         return result
 
+    for forward in (norm, mlp):
+        setattr(forward, KERNELS, LIGER)
     for module in model.modules():
         for kind, forward in (("RMSNorm", norm), ("MLP", mlp)):
             if type(module).__name__.endswith(kind):  # a method of its own, which copies of the module get, too
                 vars(module)["forward"] = MethodType(forward, module)
+
+
+def _c_compilers() -> tuple[str, ...]:
+    """Return the commands that Triton looks for."""
+    return os.environ.get("CC", "gcc"), "clang", "cc"
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -127,7 +197,7 @@ def compile_layers(model: nn.Module) -> None:
     names: tuple[str, ...]
     off = "or set model.compile_blocks=false"
     if torch.cuda.is_available():
-        names, what = (os.environ.get("CC", "gcc"), "clang", "cc"), "a C compiler, as gcc, for Triton's kernels"
+        names, what = _c_compilers(), "a C compiler, as gcc, for Triton's kernels"
         if find_spec("triton") is None:
             raise ConfigError(f"model.compile_blocks=true needs the package triton: pip install triton; {off}")
     else:

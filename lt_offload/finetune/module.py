@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -46,17 +46,24 @@ from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored,
 from lt_offload.finetune.unused import as_written, refuse_unused
 from lt_offload.finetune.weights.left_out import Description, frozen_base, leave_out, take_up
 from lt_offload.finetune.weights.vocabulary import check_rows, check_tokens, has_grown, names_of_embeddings, resize
+from lt_offload.model.compiled import kernels_of
 from lt_offload.optim import AdamW
+
+if TYPE_CHECKING:
+    from lt_offload.schema.profile import HardwareProfile
 
 _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
 
 Schedule = Literal["cosine", "linear", "constant"]
 
+_OWN = "transformers' own"
 _OF_FSDP = "_fsdp_wrapped_module."
 """FSDP's prefix in names of parameters, whose pieces are all vectors there."""
 _OPTIMIZER = "optimizer_settings"
 """The key of the optimizer's settings in a checkpoint."""
+_KERNELS = "kernels"
+"""The key of the kernels of layers, where they were not transformers' own."""
 
 NO_PACKED_DORA = (
     "model.quantize=nf4 is not offered with DoRA, which reads the norms of the weights under the adapters in every "
@@ -79,7 +86,8 @@ class FineTune(LightningModule):
         compile_blocks: compile every layer by itself with ``torch.compile``: faster, with the numbers of the compiled
             model; the first steps take a minute or more.
         kernels: ``liger`` lets norms and gated MLPs compute with the Triton kernels of Liger Kernel, on a GPU, which
-            save less for the backward: the numbers of the model that has them; null: as transformers computes.
+            save less for the backward: the numbers of the model that has them; ``auto``: if they are installed, and
+            there are some for the model and the GPU; null: as transformers computes.
         lora: adapters to train instead of the model; null trains everything.
         quantize: ``nf4`` keeps the layers under the adapters in four bits (QLoRA, with bitsandbytes), unpacked to
             ``dtype`` where they compute; null keeps them in ``dtype``.
@@ -283,10 +291,14 @@ class FineTune(LightningModule):
             as_stored=self.quantize is not None,
         )
         self._grow(model, init)
-        if self.kernels is not None:
-            trainer = trainer_of(self)
-            device = None if trainer is None else trainer.strategy.root_device.type
-            layers.use_functions(model, layers.liger_functions(device))
+        trainer = trainer_of(self)
+        device = None if trainer is None else trainer.strategy.root_device
+        if self.kernels == "liger":
+            layers.use_functions(model, layers.liger_functions(None if device is None else device.type))
+        elif self.kernels == "auto" and not self.compile_blocks:
+            functions = layers.available(model.config, device)
+            if functions is not None:
+                layers.use_functions(model, functions)
         if self.quantize is not None:
             model = quantized(model, getattr(torch, self.model_dtype))
         model = self._adapt(model)
@@ -294,10 +306,14 @@ class FineTune(LightningModule):
             layers.compile_layers(model)
         return model
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Return ``model``, which is on meta, with the settings' vocabulary, adapters and frozen parts, to plan it."""
+    def prepare(self, model: nn.Module, machine: HardwareProfile | None = None) -> nn.Module:
+        """Return ``model``, which is on meta, with the settings' vocabulary, adapters and frozen parts, to plan it.
+
+        With ``kernels="auto"`` it has those that a run on ``machine`` would have with the packages of this one.
+        """
         self._grow(model, self.init)
-        if self.kernels is not None:
+        automatic = self.kernels == "auto" and not self.compile_blocks
+        if self.kernels == "liger" or (automatic and layers.expected(model.config, machine)):
             layers.use_functions(model, layers.PLANNED)
         return self._adapt(model)
 
@@ -462,6 +478,8 @@ class FineTune(LightningModule):
         # Not what its groups say now: schedules and callbacks may have changed that since.
         if self._optimizer_settings is not None:
             checkpoint[_OPTIMIZER] = self._optimizer_settings
+        if kernels := kernels_of(self):
+            checkpoint[_KERNELS] = kernels
         # Strategies that cut the weights into pieces read their files themselves and want all of them.
         if self._base and trainer_of(self) is not None and not self.trainer.strategy.restore_checkpoint_after_setup:
             assert self.model is not None
@@ -472,6 +490,13 @@ class FineTune(LightningModule):
         # Loading the states of an optimizer replaces its settings without a word.
         if trainer_of(self) is not None and self.trainer.state.fn == TrainerFn.FITTING:
             self.check_continues(checkpoint)
+            before, now = checkpoint.get(_KERNELS, ""), kernels_of(self)
+            if before != now and is_first():
+                warnings.warn(
+                    f"training goes on with other kernels than the checkpoint's, and with other last bits: they were "
+                    f"{before or _OWN}, now they are {now or _OWN}; model.kernels={as_written(self.kernels)}",
+                    stacklevel=2,
+                )
         if self.model is not None:
             checkpoint["state_dict"] = take_up(checkpoint, self.model, name=self.name)
 

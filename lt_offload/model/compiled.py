@@ -22,6 +22,15 @@ from lt_offload.model.blocks import find_blocks
 
 Forward = Callable[..., Any]
 
+KERNELS = "lt_offload_kernels"
+"""The attribute of a ``forward`` that computes with other kernels than the module's own code: a description."""
+
+
+def kernels_of(model: nn.Module) -> str:
+    """Return the description of the kernels that modules of ``model`` have instead of their own code, else ``""``."""
+    described = (getattr(vars(module).get("forward"), KERNELS, "") for module in model.modules())
+    return next(filter(None, described), "")
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of ``module`` itself, not of a part of it, run compiled code."""

@@ -16,6 +16,7 @@ from lt_offload.machine.accounting import storage_bytes
 from lt_offload.machine.driver import page_table_bytes
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import Call
+from lt_offload.model.compiled import kernels_of
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.location import staged
 from lt_offload.model.parts import extent
@@ -151,6 +152,7 @@ def assemble(
         scatter=sum(scatter * span for scatter, span in spans) / seconds if seconds > 0 else 0.0,
         flops_per_token=flops_per_token(model, sequence_length) or 0.0,
         parts=measured.parts,
+        kernels=kernels_of(model),
     )
 
 

@@ -25,6 +25,7 @@ _NOT_SIMULATED = "not simulated"
 OTHER_BITS = "last bits are not those of plain PyTorch"
 """The words of a plan's note about gradients that are summed in another order."""
 BINDS = "what binds: "
+KERNELS = "kernels: "
 """The first words of a plan's note about what it waits for, and about larger updates if they are worth it."""
 _MEANINGS = {
     "keep": "activations stay on the device between forward and backward",
@@ -110,7 +111,7 @@ def brief(plan: Plan) -> str:
         f"{format_bytes(plan.host_budget_bytes)}{_own(plan)}. Copied: {dict(_traffic(plan))['copies']}. "
         f"Activations {activations}. Tensors updated: {', '.join(updates) or 'none'}."
     )
-    text += "".join(f" {note[0].upper()}{note[1:]}." for note in plan.notes if note.startswith(BINDS))
+    text += "".join(f" {note[0].upper()}{note[1:]}." for note in plan.notes if note.startswith((BINDS, KERNELS)))
     if any(OTHER_BITS in note for note in plan.notes):
         text += f" Gradients are summed in another order: their {OTHER_BITS}, see explain()."
     lines = textwrap.wrap(text, _BRIEF_WIDTH, break_long_words=False, break_on_hyphens=False)

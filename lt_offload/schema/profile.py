@@ -339,6 +339,8 @@ class Profile(Strict):
     """True: beside frozen weights, they have in common the weights that the host updates, and their states."""
     added_up_first: bool = False
     """True: all gradients of all processes are added up before the first update, as they or their norm are read."""
+    kernels: str = ""
+    """The kernels with which modules of the model compute instead of their own code, in words; empty: none."""
     schema: int = PROFILE_SCHEMA
 
     @property

@@ -20,6 +20,7 @@ from lt_offload.execute.memory.common import check_beside
 from lt_offload.model.batch import Size
 from lt_offload.plan import Settings, check
 from lt_offload.profiling.hardware import measured_before
+from lt_offload.schema.explain import KERNELS
 from lt_offload.schema.files import from_json, to_json
 from lt_offload.schema.plan import PLAN_SCHEMA, Plan, problems
 from lt_offload.schema.profile import PROFILE_SCHEMA, Profile
@@ -255,6 +256,8 @@ class Before:
         return plan
 
     def _misfits(self, plan: Plan, profile: Profile, settings: Settings) -> Iterator[str]:
+        if bool(profile.kernels) != any(note.startswith(KERNELS) for note in plan.notes):
+            yield "layers compute with other kernels"
         present = settings.values()
         changed = [name for name in present if name != "time_limit" and present[name] != self.settings.get(name)]
         if changed:

@@ -1,5 +1,6 @@
 """Trains the same models with lt_offload and with what else there is, in the same device memory, and writes every row.
 
+    python -m scripts.bench.suite --suite others                   beside FSDP2 and transformers' own offload
     python -m scripts.bench.suite --suite small                    two minutes on a large GPU
     python -m scripts.bench.suite --suite papers --minutes 9       as many rows as fit, the most telling ones first
     python -m scripts.bench.suite --suite batches --workload llama3-8b-12gb-4-rows --contender auto fsdp2

@@ -88,7 +88,12 @@ BATCHES = tuple(
     for rows, parts in ((16, 1), (4, 1), (8, 1), (16, 4), (64, 16))
 )
 """The same copies beside more and less to compute."""
-SUITES = {"small": SMALL, "papers": PAPERS, "batches": BATCHES}
+OTHERS = (
+    Workload(name="llama3-8b-24gb", config="llama3-8b", dtype="bfloat16", memory_bytes=24 * GB),
+    Workload(name="llama3.2-1b-16gb", config="llama3.2-1b", dtype="bfloat16", memory_bytes=16 * GB),
+)
+"""One that has to travel, and one whose weights, gradients and states (10 GB) fit, so that all contenders can run."""
+SUITES = {"others": OTHERS, "small": SMALL, "papers": PAPERS, "batches": BATCHES}
 
 _TINY_BUDGET = {"float32": 2_600_000, "bfloat16": 1_400_000}
 _TINY = {

@@ -1,7 +1,7 @@
-"""Everything that needs a GPU, in at most ten minutes: memory first, what the engine relies on, equality, races, speed.
+"""Everything that needs a GPU, in at most ten minutes: memory and other programs first, equality, races, speed.
 
     python -m scripts.gpu [--out FOLDER] [--minutes 9.5]        on a machine with a GPU; or: make gpu
-    python -m scripts.gpu --parts races suite                   some of it
+    python -m scripts.gpu --parts others races                  some of it
     python -m scripts.gpu --device cpu --tiny                   the same programs on the emulated device, a few of each
     python -m scripts.gpu --device fake --tiny                  and on the fake GPU of the tests
 
@@ -44,8 +44,8 @@ class Part:
 
     name: str
     command: Sequence[str]
-    minutes: float | None
-    """At most; None: what is left, and at least ``RESERVED`` of the whole."""
+    minutes: float
+    """At most."""
     figures: Path | None = None
     """What it writes on its way: outcomes of tests, and what they measured."""
     shown: bool = False
@@ -84,16 +84,18 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         command += few if tiny else ["--rows", str(rows)] if rows else []
         return Part(name=name, command=command, minutes=minutes, figures=figures, **how)
 
-    def bench(name: str, minutes: float | None, *arguments: str) -> Part:
+    def bench(name: str, minutes: float, *arguments: str) -> Part:
         return Part(name=name, command=["-m", f"scripts.bench.{name}", *arguments], minutes=minutes)
 
     out = str(options.out)
     launch = ["--tiny"] if tiny else ["--steps", "5", "--rounds", "2"]
     update = ["--tiny"] if tiny else ["--rounds", "3"]
-    suite = ["--tiny", "--contender", "auto", "no-offload"] if tiny else []
     device = "cuda" if device == "fake" else device  # programs that are no tests do not know the difference
+    others = ["--suite", "others", "--device", device, "--out", out, "--minutes", MINUTES_LEFT]
+    others += ["--tiny"] if tiny else []
     found = [
         tests("first", "test_gpu_first.py", 1.2, shown=True),
+        Part(name="others", command=["-m", "scripts.bench.suite", *others], minutes=OTHERS),
         tests("smoke", "test_gpu_smoke.py", 1.2, "-m", "quick"),
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
         tests("parity", "test_gpu_parity.py", BESIDE, "-k", "representative", beside=True),
@@ -106,25 +108,24 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         tests("kernels", "test_gpu_kernels.py", BESIDE, beside=True),
         bench("launch", 1.8, "--device", device, "--results", out, *launch),
         bench("update", 0.8, "--results", out, *update),
-        bench("suite", None, "--device", device, "--suite", "small", "--out", out, "--minutes", MINUTES_LEFT, *suite),
     ]
     return [part for part in found if part.name in options.parts]
 
 
 PARTS = (
-    *("first", "smoke", "memory", "parity", "settings", "users", "loops", "engine", "cards", "races"),
-    *("kernels", "launch", "update", "suite"),
+    *("first", "others", "smoke", "memory", "parity", "settings", "users", "loops", "engine", "cards", "races"),
+    *("kernels", "launch", "update"),
 )
 
 STATUS = {0: "ok", 5: "no test is for this device"}
 """By exit code; pytest's 5 says that none of the tests was chosen."""
+OTHERS = 4.0
+"""Minutes for the bench beside other programs: a model of 8 billion weights in each of them."""
 BESIDE = 3.0
 """Minutes for each of the parts that run at the same time."""
 CORES = 2
 """For each of them."""
 _PRINTING = threading.Lock()
-
-RESERVED = 0.25
 
 MINUTES_LEFT = "MINUTES"
 """Stands in a command for the minutes that the part has."""
@@ -281,11 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         chosen = parts(options, Path(folder))
-        kept = 60 * options.minutes * RESERVED if chosen[-1].minutes is None else 0.0
 
         def allowed(part: Part) -> float:
-            left = deadline - time.monotonic() - GRACE_S
-            return left if part.minutes is None else min(left - kept, 60 * part.minutes)
+            return min(deadline - time.monotonic() - GRACE_S, 60 * part.minutes)
 
         for group in groups(chosen):
             done += run_all(group, allowed, log, Path(folder))

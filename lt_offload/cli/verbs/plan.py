@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -264,16 +265,20 @@ def estimate(
     if hardware is not None:
         say(f"estimating for {hardware if isinstance(hardware, str) else hardware.name}")
     config = configuration(app)
+    if hardware is None:
+        machine = measure_machine(on_progress=status)
+    else:
+        machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
     profile = profile_config(
         config,
         batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
         sequence_length=data.max_length,
         dtype=module.model_dtype,
         autocast="bfloat16" if app.trainer.precision == "bf16-mixed" else None,
-        hardware=hardware or measure_machine(on_progress=status),
+        hardware=machine,
         optimizer=module.make_optimizer,
         quantize=module.quantize,
-        prepare=module.prepare,
+        prepare=partial(module.prepare, machine=machine),
         padding=not data.pack,
         packing=data.pack is True,
         blocks=getattr(app.trainer.strategy, "blocks", None),

@@ -31,6 +31,7 @@ from lt_offload.errors import named
 from lt_offload.finetune.processes import several
 from lt_offload.finetune.run.metrics import RunClock, RunMetrics
 from lt_offload.finetune.terminal import status
+from lt_offload.model.compiled import kernels_of
 from lt_offload.profiling.hardware import total_host_bytes
 from lt_offload.report.compare import described
 from lt_offload.report.runs import (
@@ -217,6 +218,8 @@ class RunSummary(Callback):
             facts["processes"] = f"{trainer.world_size}; tokens are those of all, times and memory those of the first"
             if self.processes:
                 facts["waiting"] = told(self.processes)
+        if kernels := kernels_of(trainer.lightning_module):
+            facts["kernels"] = kernels
         if self.broken is not None:
             facts["loss"] = f"{self.broken}: the weights are of no use"
         elif first := self.metrics.loss.first:
@@ -313,6 +316,7 @@ def _short(path: str) -> str:
 
 _PACKAGES = (
     "torch", "lightning", "transformers", "datasets", "tokenizers", "safetensors", "peft", "bitsandbytes", "numpy",
+    "liger-kernel", "triton",
 )  # fmt: skip
 
 

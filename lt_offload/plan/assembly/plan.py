@@ -16,6 +16,7 @@ from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.iteration.durations import timed
 from lt_offload.plan.iteration.memory import aligned
 from lt_offload.plan.iteration.timeline import timeline
+from lt_offload.schema.explain import KERNELS
 from lt_offload.schema.plan import Pass, Plan, Prediction
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
@@ -98,6 +99,8 @@ def build(
 
 
 def _notes(copies: Sequence[PlacedCopy], profile: Profile) -> Iterator[str]:
+    if profile.kernels:
+        yield f"{KERNELS}{profile.kernels}; numbers are exactly those of the model with them, not transformers' own"
     for payload, total in (
         ("weight", sum(tensor.bytes for tensor in profile.tensors)),
         ("state", sum(tensor.state_bytes for tensor in profile.tensors)),

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError
+from lt_offload.model.compiled import kernels_of
 from lt_offload.schema.plan import PLAN_SCHEMA
 from lt_offload.schema.profile import PROFILE_SCHEMA
 
@@ -32,6 +33,7 @@ def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict
     by_name: dict[str, object] = {
         "the version of lt_offload": f"{version('lt-offload')} (profile {PROFILE_SCHEMA}, plan {PLAN_SCHEMA})",
         "the version of torch": str(torch.__version__),
+        "the kernels of layers (model.kernels)": kernels_of(trainer.lightning_module) or "their own code",
         "devices": trainer.num_devices,
         "precision": str(trainer.precision),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,

@@ -23,4 +23,5 @@ class Contender:
 NO_OFFLOAD = Contender(name="no-offload", title="no offload", module="plain", budgeted=False)
 OURS = Contender(name="auto", title="lt_offload, auto", module="offload")
 FSDP2 = Contender(name="fsdp2", title="FSDP2, CPU offload, checkpointing", module="fsdp2")
-CONTENDERS = {contender.name: contender for contender in (NO_OFFLOAD, OURS, FSDP2)}
+TRANSFORMERS = Contender(name="transformers", title="transformers, checkpointing with offload", module="transformers")
+CONTENDERS = {contender.name: contender for contender in (NO_OFFLOAD, OURS, FSDP2, TRANSFORMERS)}

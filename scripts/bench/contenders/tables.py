@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lt_offload.units import format_bytes, format_seconds
-from scripts.bench.contenders import CONTENDERS, FSDP2, NO_OFFLOAD, OURS, Contender
+from scripts.bench.contenders import CONTENDERS, FSDP2, NO_OFFLOAD, OURS, TRANSFORMERS, Contender
 
 Row = dict[str, Any]
 
 TITLES = {
+    "others": "Beside what users would take instead",
     "small": "The same step in the same memory",
     "papers": "Models that do not fit, in the memory of a small card",
     "batches": "The same copies beside more and less to compute",
@@ -22,6 +23,7 @@ HEAD = [
     "step",
     "of no offload",
     "of FSDP2",
+    "of transformers",
     "predicted step",
     "bound",
     "device peak",
@@ -52,7 +54,8 @@ def _line(row: Row, found: Sequence[Row]) -> list[str]:
         f"{row['tokens_per_s']:.0f}",
         format_seconds(row["step_s"]),
         _ratio(row, no_offload(row, found)),
-        _ratio(row, fsdp2(row, found)),
+        _ratio(row, beside(row, FSDP2, found)),
+        _ratio(row, beside(row, TRANSFORMERS, found)),
         format_seconds(plan["predicted_s"]) if plan else "",
         format_seconds(plan["lower_bound_s"]) if plan else "",
         _device(row),
@@ -66,12 +69,12 @@ def no_offload(row: Row, found: Sequence[Row]) -> Row | None:
     return _by(NO_OFFLOAD, (r for r in found if r["model"] == row["model"]))
 
 
-def fsdp2(row: Row, found: Sequence[Row]) -> Row | None:
-    """Return FSDP2's run of the same model in the same memory beside one of ours, if it was measured."""
+def beside(row: Row, other: Contender, found: Sequence[Row]) -> Row | None:
+    """Return another contender's run of the same model in the same memory beside one of ours, if it was measured."""
     if row["contender"] != OURS.name:
         return None
     same = ("model", "budget_bytes")
-    return _by(FSDP2, (r for r in found if all(r[name] == row[name] for name in same)))
+    return _by(other, (r for r in found if all(r[name] == row[name] for name in same)))
 
 
 def _by(contender: Contender, found: Iterable[Row]) -> Row | None:

@@ -15,7 +15,9 @@ import torch
 
 import lt_offload
 from lt_offload.cli.main import main
+from lt_offload.finetune import kernels
 from lt_offload.finetune.module import FineTune
+from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.gpu.loops.bench import LOOPS
 from tests.gpu.machine import between
@@ -115,6 +117,52 @@ def test_from_a_model_folder_to_a_conversation(
     monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
     assert main(["chat", "ours", "--max_new_tokens", "3"]) == 0
     assert main(["ls"]) == 0
+
+
+STAND_IN = """\
+from tests.parity.models.liger import Norm as LigerRMSNormFunction
+from tests.parity.models.liger import SiluMul as LigerGELUMulFunction
+from tests.parity.models.liger import SiluMul as LigerSiLUMulFunction
+"""
+
+
+@pytest.mark.filterwarnings("default:training goes on with other kernels:UserWarning")
+def test_kernels_of_liger_are_used_where_they_are_installed(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the package is not, its place takes one that computes the same in plain operations, without Triton."""
+    steps = ("--trainer.max_steps", "2", "--trainer.limit_val_batches", "0", "--model.dropout", "null")
+    run = [recipe, *steps, "--trainer.strategy.host_update", "false", "--trainer.default_root_dir"]
+    assert main([*run, "without", "--model.kernels", "null"]) == 0
+    assert "Kernels:" not in capsys.readouterr().out
+    if kernels.find_spec("liger_kernel") is None:
+        (tmp_path / "liger_kernel").mkdir()
+        (tmp_path / "liger_kernel/__init__.py").touch()
+        (tmp_path / "liger_kernel/ops.py").write_text(STAND_IN)
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / "Python.h").touch()
+        find = kernels.find_spec
+        monkeypatch.setattr(kernels, "find_spec", lambda name: find(name) or name == "triton")
+        monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert main([*run, "with"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "kernels those of Liger for norms and gated MLPs" in said
+    assert any(note.startswith("kernels: those of Liger") for note in Plan.load("with/plan.json").notes)
+    stock = [recipe, *steps, "--trainer.strategy", "auto", "--trainer.default_root_dir", "stock_with"]
+    assert main(stock) == 0
+    ours, same, other = (
+        torch.load(f"{folder}/checkpoints/step2.ckpt", map_location="cpu")
+        for folder in ("with", "stock_with", "without")
+    )
+    assert all(torch.equal(value, same["state_dict"][name]) for name, value in ours["state_dict"].items())
+    assert not all(torch.equal(value, other["state_dict"][name]) for name, value in ours["state_dict"].items())
+    assert "kernels" not in other
+    # Where training goes on without them, that is said, as the numbers are others.
+    assert main(["with", "--resume", "--trainer.max_steps", "3", "--model.kernels", "null"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "other kernels than the checkpoint's" in said
+    assert "now they are transformers' own" in said
+    assert "planned again: layers compute with other kernels" in said
 
 
 def test_memory_of_a_stock_run_counts_the_context(recipe: str, target: Target) -> None:

@@ -93,7 +93,7 @@ def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) ->
 
 LIGER: dict[str, tuple[dict[str, Any], str]] = {
     "no GPU": ({"kernels": "liger"}, "kernels=liger needs a GPU"),
-    "unknown": ({"kernels": "triton"}, "kernels='triton' is not known; use liger"),
+    "unknown": ({"kernels": "triton"}, "kernels='triton' is not known; use auto or liger"),
     "both": ({"kernels": "liger", "compile_blocks": True}, "not offered with model.compile_blocks=true"),
 }
 
@@ -113,6 +113,105 @@ def test_layers_on_the_cpu_of_a_machine_with_a_gpu_have_no_kernels(monkeypatch: 
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package liger-kernel: pip install lt-offload\[liger\]"):
         kernels.liger_functions("cuda")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that Liger's kernels need seems to be here; nothing of it is run."""
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels, "import_module", lambda name: NAMED)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/gcc")
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: "include")
+    monkeypatch.setattr(kernels.Path, "is_file", lambda path: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "This GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 6))
+
+
+class Named:
+    """The names of ``liger_kernel.ops``, with what computes on the CPU."""
+
+    LigerRMSNormFunction, LigerSiLUMulFunction, LigerGELUMulFunction = liger.Norm, liger.SiluMul, liger.SiluMul
+
+
+NAMED = Named()
+GPU = torch.device("cuda", 0)
+
+ABSENT: dict[str, tuple[Any, str, Any, str | None]] = {
+    "the package": (kernels, "find_spec", lambda name: None, None),
+    "a GPU": (torch.cuda, "is_available", lambda: False, None),
+    "an old GPU": (torch.cuda, "get_device_capability", lambda *device: (7, 5), "8.0 and later, this has 7.5"),
+    "a compiler": (shutil, "which", lambda name: None, "a C compiler"),
+    "headers": (kernels.Path, "is_file", lambda path: False, "Python's headers"),
+    "another version": (kernels, "import_module", lambda name: object(), "cannot be imported"),
+}
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ABSENT)
+def test_kernels_are_left_out_where_they_cannot_run(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = models.build("llama").config
+    caplog.set_level("INFO", "lightning.pytorch")
+    assert kernels.available(config, GPU) is not None
+    assert kernels.available(config, torch.device("cpu")) is None
+    assert kernels.available(config, None) is None
+    assert caplog.messages == []
+    where, attribute, value, said = ABSENT[name]
+    monkeypatch.setattr(where, attribute, value)
+    assert kernels.available(config, GPU) is None
+    assert len(caplog.messages) == (said is not None)
+    assert (said or "") in "".join(caplog.messages)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_model_without_kernels_computes_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    assert kernels.available(models.build("bloom").config, GPU) is None
+    assert "nothing for models of type 'bloom'" in caplog.messages[0]
+
+
+def test_plans_count_kernels_where_the_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, machine = models.build("llama").config, load_hardware("rtx-3060")
+    assert not kernels.expected(config, machine)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    assert kernels.expected(config, machine)
+    assert not kernels.expected(config, None)
+    assert not kernels.expected(config, load_hardware("v100"))  # no bfloat16: too old for Triton
+    assert not kernels.expected(config, replace(machine, context_bytes=0))  # the emulated device
+    assert not kernels.expected(models.build("bloom").config, machine)
+
+
+@pytest.mark.usefixtures("installed")
+def test_plans_for_this_gpu_count_them_if_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, machine = models.build("llama").config, replace(load_hardware("rtx-3060"), name="This GPU")
+    assert kernels.expected(config, machine)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (7, 5))
+    assert not kernels.expected(config, machine)
+    assert kernels.expected(config, load_hardware("rtx-3060"))
+
+
+@pytest.mark.long
+def test_plan_says_that_kernels_are_used_by_default(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(*flags: str) -> tuple[Plan, str]:
+        assert main(["plan", recipe, *flags, "--hardware", "rtx-3060", "--save", "plan.json"]) == 0
+        return Plan.load("plan.json"), " ".join(capsys.readouterr().out.split())
+
+    without, said = planned()
+    assert "Kernels:" not in said
+    named, said = planned("--model.kernels", "liger")
+    assert "Kernels: those of Liger for norms and gated MLPs; numbers are exactly those of the model with them" in said
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    default, said = planned()
+    assert "Kernels: those of Liger" in said
+    assert default.predicted.no_offload_s == named.predicted.no_offload_s < without.predicted.no_offload_s
+    off, said = planned("--model.kernels", "null")
+    assert off.predicted.no_offload_s == without.predicted.no_offload_s
+    assert "Kernels:" not in said
 
 
 def test_models_without_kernels_are_an_error() -> None:

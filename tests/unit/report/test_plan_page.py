@@ -7,6 +7,7 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+from lt_offload import solve
 from lt_offload.plan.what_if import Gain
 from lt_offload.report.plan_page import sections, write_plan_report
 from lt_offload.schema.plan import Plan
@@ -54,6 +55,13 @@ def test_the_plan_is_explained_in_words_and_drawn(tmp_path: Path) -> None:
     labels = [figure["aria-label"] for figure in Page(html).all("figure")]
     assert labels[0] == "Predicted iteration of 634 ms, memory 423 MB of 440 MB"
     assert "Measured" not in text
+
+
+def test_kernels_that_are_not_the_model_s_own_are_named(tmp_path: Path) -> None:
+    with_kernels = solve(replace(PROFILE, kernels="those of somebody"), memory=PLAN.budget_bytes, planner="stream")
+    said = "Kernels: those of somebody; numbers are exactly those of the model with them, not transformers' own."
+    assert said in plain(planned(tmp_path, with_kernels))
+    assert said not in plain(planned(tmp_path / "without", solve(PROFILE, memory=PLAN.budget_bytes, planner="stream")))
 
 
 def test_what_more_would_buy(tmp_path: Path) -> None:

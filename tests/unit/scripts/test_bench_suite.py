@@ -164,12 +164,15 @@ def test_a_model_is_the_same_in_every_process_and_ties_are_kept(config: str, tmp
 @pytest.mark.slow
 def test_the_bench_runs_on_the_emulated_device(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.suite", "--device", "cpu", "--out", str(tmp_path), "--steps", "1"]
-    command += ["--contender", "no-offload", "auto"]
     ran = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    plain, auto = json.loads((tmp_path / "bench-small-emulated.json").read_text())["figures"]["rows"]
-    assert (plain["status"], auto["status"]) == ("ok", "ok"), auto
-    assert plain["losses"] == auto["losses"]
+    plain, auto, fsdp2, transformers = json.loads((tmp_path / "bench-small-emulated.json").read_text())["figures"][
+        "rows"
+    ]
+    assert (plain["status"], auto["status"], fsdp2["status"]) == ("ok", "ok", "ok"), (auto, fsdp2)
+    assert plain["losses"] == auto["losses"] == fsdp2["losses"]
+    assert transformers["status"] == "unsupported"
+    assert "not run here: needs a GPU" in transformers["message"]
     assert len(set(plain["losses"])) == 3
     assert auto["losses_equal"] is True
     assert 0 < auto["device_peak_bytes"] <= auto["budget_bytes"] == 2_600_000
