@@ -83,6 +83,8 @@ class Program:
             which: self._takers(which) for which in plan.passes if which != "settling"
         }
         """By trainable tensor: the op that takes its gradient, an offload or what uses it on the device."""
+        self.used_on_device = {op.id for op in ops if op.uses_gradients and op.lane != "host"}
+        """Ops that use gradients there."""
         self.of_last_block = {which: self._of_last_block(which) for which in plan.passes}
         """By table in two parts: the op that sends the last block's gradient."""
         self.deadlines = deadlines(ops)

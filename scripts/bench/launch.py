@@ -1,4 +1,4 @@
-"""What the engine costs the thread that launches kernels, per block and step; goal: at most 0.3 ms.
+"""What the engine costs the thread that launches kernels, per block and step; goal: at most 0.2 ms.
 
     python -m scripts.bench.launch [--tiny] [--device cpu|cuda] [--layers N] [--steps N] [--rounds N]
 
@@ -9,7 +9,7 @@ The model has many tiny blocks, so that hardly anything but launching takes time
     recompute   as resident, every block runs again in the backward
     offload     as resident, saved activations go to the host
 
-Each is measured in two ways:
+The emulated device keeps no account of its memory meanwhile, as a GPU keeps none. Each is measured in two ways:
 
     difference  (engine's step - plain step) / (2 * blocks), by the clock and by the processor time of the launching
                 thread (emulated device: the update on the host and copies run on other threads); a plain loop over a
@@ -28,7 +28,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -36,13 +36,11 @@ from unittest.mock import patch
 from scripts.common import arguments, in_child, save, serve_child
 
 PROGRAM = "scripts.bench.launch"
-GOAL_S = 0.3e-3
+GOAL_S = 0.2e-3
 """Of the launching thread."""
 PLANS = ("resident", "streamed", "recompute", "offload")
 WARM_UP = 3
 SHOWN_FILES = 12
-ACCOUNT = "machine/accounting.py"
-"""Counts the memory of the emulated device; a GPU has none."""
 
 
 class Loop:
@@ -64,10 +62,12 @@ class Loop:
 
     def _offload(self, plan: str, device: str) -> None:
         from lt_offload.execute import open_device
+        from lt_offload.execute.device.emulated import EmulatedDevice
         from lt_offload.execute.engine import Engine
         from lt_offload.schema.plan import Plan
 
         loaded = Plan.load(plan)
+        setattr(EmulatedDevice, "_counting", lambda device, **_: nullcontext())  # the process is this bench's alone
         self.engine = Engine(self.model, self.optimizer, loaded, open_device(loaded.budget_bytes, device))
         self.engine.install()
 
@@ -143,7 +143,8 @@ def difference(layers: int, device: str, plan: str, steps: int, rounds: int) -> 
         for _ in range(rounds):
             for _ in range(steps):
                 plain.settle()
-                plain_s, plain_cpu = plain.iterate()
+                with ours.engine._guard.suspended:  # else users' code is watched, and this loop is as slow
+                    plain_s, plain_cpu = plain.iterate()
                 plain.settle()
                 ours.settle()
                 ours_s, ours_cpu = ours.iterate()
@@ -184,7 +185,7 @@ def calls(layers: int, device: str, plan: str, steps: int) -> dict[str, Any]:
         ours.settle()
     files: dict[str, list[float]] = {}
     for (file, _, _), (_, count, seconds, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        if "/lt_offload/" in file and not file.endswith(ACCOUNT):
+        if "/lt_offload/" in file:
             known = files.setdefault(file.rpartition("/lt_offload/")[2], [0.0, 0.0])
             known[0], known[1] = known[0] + count / steps, known[1] + seconds / steps
     ordered = sorted(files.items(), key=lambda item: -item[1][0])

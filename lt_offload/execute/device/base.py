@@ -101,10 +101,12 @@ class Buffer(Cell):
 
 def before_writing(cells: Sequence[Cell]) -> list[Event]:
     """Return what comes before a write to ``cells``, which is about to be given to a lane."""
-    ranges = [cell for cell in cells if isinstance(cell, Buffer)]
-    for buffer in ranges:
-        buffer.written = True
-    return [event for buffer in ranges for event in buffer.releases]
+    events: list[Event] = []
+    for cell in cells:
+        if isinstance(cell, Buffer):
+            cell.written = True
+            events += cell.releases
+    return events
 
 
 class Device(ABC):

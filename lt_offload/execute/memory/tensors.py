@@ -20,6 +20,7 @@ from typing_extensions import override
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer, Cell, Device
 from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.model.objects import kind_of
 from lt_offload.model.optimizers import STATE_ALIGNMENT, Place, tensors_of
 from lt_offload.units import round_up
 
@@ -178,7 +179,8 @@ class States:
     live state dictionary whenever it has changed.
     """
 
-    __slots__ = ("_views", "hosts", "known", "label", "names", "on_device", "group", "room", "slot", "start", "weight")
+    __slots__ = ("_seen", "_views", "group", "hosts", "known", "label", "names", "on_device", "room", "slot", "start")
+    __slots__ += ("weight",)
 
     def __init__(self, weight: Weight) -> None:
         self.label = weight.label.replace("weight", "state", 1)
@@ -199,6 +201,8 @@ class States:
         self.on_device: dict[Place, Tensor] = {}
         """Their device copies, while there are any."""
         self._views: dict[int, dict[Place, Tensor]] = {}
+        self._seen: dict[Any, Any] | None = None
+        """The state whose tensors these are, key by key, as it was when that was found."""
 
     @property
     def index(self) -> int:
@@ -234,15 +238,18 @@ class States:
 
     def unchanged(self, state: dict[str, Any]) -> bool:
         """Return whether the tensors of ``state`` are the known ones."""
+        # Mostly it has the very objects that it had: each is asked for every weight of every step.
+        seen = self._seen
+        if seen is not None and state.keys() == seen.keys() and all(map(is_, state.values(), seen.values())):
+            return True
         tensors = _movable(state)
-        return len(tensors) == len(self.known) and self._are_in(tensors)
+        same = len(tensors) == len(self.known) and all(map(is_, map(tensors.get, self.names), self.known))
+        self._seen = dict(state) if same and not any(map(kind_of, state.values())) else None
+        return same
 
     def present(self, state: dict[str, Any]) -> bool:
         """Return whether the known tensors are in ``state``."""
-        return self._are_in(tensors_of(state))
-
-    def _are_in(self, tensors: dict[Place, Tensor]) -> bool:
-        return all(map(is_, map(tensors.get, self.names), self.known))
+        return all(map(is_, map(tensors_of(state).get, self.names), self.known))
 
     def attach(self, buffer: Buffer) -> None:
         """Use the range of ``buffer`` that begins at ``start``."""
@@ -304,7 +311,7 @@ class States:
                 f"{self.label} takes {needed} bytes of the arena, and the plan has kept {self.room}: it has grown "
                 "since it was measured; save a checkpoint at this size and go on from it, which plans anew"
             )
-        self.names, self.known = tuple(tensors), list(tensors.values())
+        self.names, self.known, self._seen = tuple(tensors), list(tensors.values()), None
         with plain_torch():
             places = zip(self.known, _starts(self.known), strict=True)
             self.hosts = [_laid_out(carve(self.slot, at, tensor), tensor) for tensor, at in places]
