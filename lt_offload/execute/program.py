@@ -70,6 +70,8 @@ class Program:
         """By computation: the weights that it reads in host memory."""
         self.moves = [op for op in ops if op.payload in IN_ARENA]
         """Copies and drops of weights, states and sums."""
+        self.activations = [op for op in ops if op.payload == "activation"]
+        """Copies of activations."""
         self.sends = [op for op in ops if op.sends_gradients and not plan.begins_sums(op)]
         """Copies of gradients to host memory that they share."""
         self.begins = {op.id: op for op in ops if plan.begins_sums(op)}

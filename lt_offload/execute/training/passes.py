@@ -7,8 +7,8 @@ prefetches, runs its computation, then issues what follows, exactly in the order
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,7 +178,9 @@ class Passes:
         self._own[index].check()
         if deferred.running:
             return deferred.forward(index, forward, args, kwargs, self._anchor, self._run_deferred)
-        with self._computed(index):
+        step = self._walk.timeline.forward(index)
+        self._walk.begin(step)
+        with self._presence[self._computing[step]]:
             run = self._make_run(index, forward, args, kwargs)
             # Else this frame would hold the block's inputs through its forward, which the run may let go of.
             del args, kwargs
@@ -190,6 +192,7 @@ class Passes:
             else:
                 out = run.run_frozen()
             self._runs.returned(out)
+        self._walk.end()
         return out
 
     def _begin_micro_batch(self) -> None:
@@ -231,15 +234,6 @@ class Passes:
             weight.uses = 0
         if not self._window.added and not self.waiting:
             self._recorder.begin()
-
-    @contextmanager
-    def _computed(self, index: int) -> Iterator[None]:
-        """Enclose a forward of the present pass, for which the block's weights are in their places."""
-        step = self._walk.timeline.forward(index)
-        self._walk.begin(step)
-        with self._presence[self._computing[step]]:
-            yield
-        self._walk.end()
 
     def _make_run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> BlockRun:
         run = self._runs.make(index, forward, self._blocks[index], args, kwargs)
@@ -328,13 +322,16 @@ class Passes:
         self._begin_pass(self.waiting - 1)
 
         def again(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[BlockRun, list[Tensor]]:
-            with self._computed(index):
+            step = self._walk.timeline.forward(index)
+            self._walk.begin(step)
+            with self._presence[self._computing[step]]:
                 run = self._make_run(index, original, args, kwargs)
                 if run.needs_backward:
                     out: Any = run.forward(self._anchor, [x.detach() for x in run.take_inputs()])[0]
                 else:
                     out = run.run_frozen()
                 self._runs.returned(out)
+            self._walk.end()
             return run, tensors_of(out)
 
         self._deferred.run_again(forward, again)

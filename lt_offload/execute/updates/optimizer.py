@@ -453,7 +453,10 @@ class Updates:
         """Move step counters back to the host: another plan had these weights updated on the device."""
         for weight in weights:
             state = self.state(weight)
-            if all([type(value) is Tensor and value.is_cpu for value in state.values()]):
+            for value in state.values():
+                if type(value) is not Tensor or not value.is_cpu:
+                    break
+            else:  # mostly
                 continue
             for place, value in tensors_of(state).items():
                 if value.numel() == 1 and value.device.type != "cpu":
