@@ -316,7 +316,7 @@ class Device(ABC):
     def rng_state(self) -> list[torch.Tensor]:
         """Return the state of every generator a block may draw from (CPU, and the device's own)."""
         with plain_torch():
-            return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in self._gpus)]
+            return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
 
     def set_rng_state(self, state: list[torch.Tensor]) -> None:
         """Restore what ``rng_state`` returned."""
