@@ -66,7 +66,7 @@ class Buffer(Cell):
     __slots__ = ("_bytes", "nbytes", "offset", "releases", "slab", "written")
 
     def __init__(self, label: str, offset: int, nbytes: int, slab: torch.Tensor, releases: Sequence[Event]) -> None:
-        super().__init__(label)
+        self.label = label
         self.offset = offset
         self.nbytes = nbytes
         self.slab = slab

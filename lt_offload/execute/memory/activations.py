@@ -72,15 +72,17 @@ class HostPool:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._free: list[HostBuffer] = []
+        self._free: list[tuple[int, int, HostBuffer]] = []
+        """With their sizes, and numbers that tell those of one size apart."""
+        self._given = 0
         self.nbytes = 0
         """Bytes allocated in all."""
 
     def take(self, nbytes: int) -> HostBuffer:
         """Return the smallest free buffer of at least ``nbytes`` that wastes at most a quarter, else a new one."""
-        index = bisect_left(self._free, nbytes, key=_size)
-        if index < len(self._free) and _size(self._free[index]) <= nbytes + nbytes // 4 + _PAGE:
-            return self._free.pop(index)
+        index = bisect_left(self._free, (nbytes,))
+        if index < len(self._free) and self._free[index][0] <= nbytes + nbytes // 4 + _PAGE:
+            return self._free.pop(index)[-1]
         size = round_up(nbytes, _PAGE)
         self.nbytes += size
         return HostBuffer(self.device.host_empty((size,), torch.uint8))
@@ -88,11 +90,8 @@ class HostPool:
     def give(self, buffer: HostBuffer, used: Event | None) -> None:
         """Take ``buffer`` back; ``used`` is the last task that reads or writes it."""
         buffer.used = used
-        insort(self._free, buffer, key=_size)
-
-
-def _size(buffer: HostBuffer) -> int:
-    return buffer.data.numel()
+        self._given += 1
+        insort(self._free, (buffer.data.numel(), self._given, buffer))
 
 
 _HOST_ALIGNMENT = 64
@@ -168,10 +167,9 @@ class MovedStorage:
         """A tensor that nobody may write to before it has been copied, and its version when it was saved."""
 
     def check_untouched(self) -> None:
-        """Raise if a watched tensor was written to, perhaps before it was copied."""
+        """Raise if the watched tensor was written to, perhaps before it was copied."""
         # Autograd compares versions of saved tensors only where no hooks are set, so that the check is ours to make.
-        if self.watched is None:
-            return
+        assert self.watched is not None
         tensor, known = self.watched
         if version(tensor) != known:
             raise UnsupportedError(
@@ -260,13 +258,14 @@ class ActivationOffloader:
         self._by_storage.clear()
         for storage in self._storages:
             # What has gone with a part of the graph that nothing needs will never be unpacked, so it is not waited for.
-            storage.users = len([True for moved in storage.taken if moved() is not None])
+            storage.users = len(storage.taken) - [*map(call, storage.taken)].count(None)
         if not self._storages:
             return None
         sources: list[Tensor] = []
         for storage in self._storages:
             assert storage.device is not None
-            storage.check_untouched()
+            if storage.watched is not None:
+                storage.check_untouched()
             sources.append(storage.device)
         self._take_host_memory()
         assert self._host is not None
@@ -294,8 +293,9 @@ class ActivationOffloader:
         self.device.wait(self._left, writes=[self._leaving[0]])
         self._leaving = None
         for storage in self._storages:
-            storage.check_untouched()
-            storage.watched = None
+            if storage.watched is not None:
+                storage.check_untouched()
+                storage.watched = None
         if self._fetched is None:
             for storage in self._storages:
                 storage.device = None
@@ -360,7 +360,7 @@ class ActivationOffloader:
         """Take host memory for all storages, side by side."""
         sizes = [storage.nbytes for storage in self._storages]
         self._nbytes = sum(sizes)
-        self._host = self.pool.take(sum(round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes))
+        self._host = self.pool.take(sum([-(-nbytes // _HOST_ALIGNMENT) for nbytes in sizes]) * _HOST_ALIGNMENT)
         with _no_modes():
             self._places = self._host.places([storage.form for storage in self._storages])
 

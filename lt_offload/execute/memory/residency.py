@@ -14,7 +14,7 @@ from torch import Tensor
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.memory.activations import ActivationOffloader
 from lt_offload.execute.memory.groups import Layout
-from lt_offload.execute.memory.live_group import LiveGroup, distinct
+from lt_offload.execute.memory.live_group import LiveGroup, complete_on_host, distinct
 from lt_offload.execute.memory.snapshots import Snapshots
 from lt_offload.execute.memory.tensors import States
 from lt_offload.execute.program import Program
@@ -38,7 +38,7 @@ class Transfer:
     def __init__(self, device: Device, groups: Sequence[LiveGroup], *, label: str, op: int = -1) -> None:
         self.groups = tuple(groups)
         self._device, self._label, self._op = device, label, op
-        self._copied: tuple[tuple[LiveGroup, int, int], ...] = ()
+        self._copied: list[tuple[LiveGroup, int, int]] = []
         self._pairs: list[Pair] = []
         self._nbytes = 0
 
@@ -52,7 +52,7 @@ class Transfer:
             _copies(self._device.copy, self._find(items), to_device=True),
             # Former users of the ranges are not named: the device keeps the events with which those were given back,
             # and has whatever writes there wait for them.
-            after=distinct(item.host_ready for item in items),
+            after=complete_on_host(items),
             reads=[item.host_cell for item in items],
             writes=[item.buffer for item in items if item.buffer is not None],
             label=self._label,
@@ -73,7 +73,7 @@ class Transfer:
             _copies(self._device.copy, self._find(items), to_device=False),
             # The mark, as the computation that made the copy newer may still run; the others, as tasks may still write
             # the host copy or set it aside.
-            after=[self._device.mark(), *distinct([*(item.host_ready for item in items), self._set_aside(items)])],
+            after=[self._device.mark(), *distinct([*complete_on_host(items), self._set_aside(items)])],
             reads=[item.buffer for item in items if item.buffer is not None],
             writes=[item.host_cell for item in items],
             label=self._label,
@@ -96,7 +96,7 @@ class Transfer:
         return self._device.submit(
             "host",
             partial(snapshots.changing, tensors),
-            after=distinct(item.host_ready for item in items),
+            after=complete_on_host(items),
             reads=[item.host_cell for item in items],
             label="set aside",
             urgency=-1,
@@ -104,11 +104,11 @@ class Transfer:
 
     def forget_views(self) -> None:
         """Let go of the arena."""
-        self._copied, self._pairs = (), []
+        self._copied, self._pairs = [], []
 
     def _find(self, items: Sequence[LiveGroup]) -> list[Pair]:
         """Return what to copy: as a plan's offsets are fixed, mostly what was copied the last time."""
-        wanted = tuple((item, item.buffer.offset, item.place) for item in items if item.buffer is not None)
+        wanted = [(item, item.buffer.offset, item.place) for item in items if item.buffer is not None]
         # Views of the ranges are kept from one iteration to the next.
         if wanted != self._copied:
             self._copied, self._pairs = wanted, coalesced(items)
@@ -268,7 +268,7 @@ class Residency:
         if not incomplete:
             return
         Transfer(self.device, incomplete, label="read").write_back()
-        self.device.synchronize(*distinct(group.host_ready for group in incomplete))
+        self.device.synchronize(*complete_on_host(incomplete))
         for group in incomplete:
             group.awaited_on_host()
 

@@ -382,7 +382,7 @@ class Gradients:
         """
         theirs = [w for w in weights if self.common is not None and self.common.theirs(w)]
         mine = [w for w in weights if w not in theirs]
-        grads = [self._used(w) for w in mine]
+        grads = [self._host_grads[w.index] if w.total is None else self._used(w) for w in mine]
         self.updates.leave_to_others(theirs)
         self.updated += len(weights)
         task.groups += [w.group for w in mine]

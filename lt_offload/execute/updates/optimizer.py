@@ -344,7 +344,7 @@ class Updates:
             else:
                 assert weight.view is not None
                 params.append(weight.view)
-                states.append(state | weight.states.on_device)
+                states.append(state | weight.states.view)
             gradients.append(grad)
         updates = [functional_update(self.optimizer, self._live(index), *lists) for index, lists in groups.items()]
         if None in updates:
