@@ -197,7 +197,8 @@ class Residency:
             self._initial = _placed([(copy.group, copy.offset) for copy in program.initial], layout)
             self.moves = {op.id: self._move(op, layout) for op in program.moves}
 
-    def _prefetch(self, places: Sequence[tuple[LiveGroup, int]], transfer: Transfer) -> None:
+    def prefetch(self, places: Sequence[tuple[LiveGroup, int]], transfer: Transfer) -> None:
+        """Take the ranges of the arena that an op names, and queue the copies that fill them."""
         for group, offset in places:
             self._attach(group, offset)
         transfer.fetch()
@@ -312,7 +313,7 @@ class Residency:
         transfer = Transfer(self.device, groups, label=f"{op.kind} {op.payload} {op.block}", op=op.id)
         self._transfers.append(transfer)
         if takes_room(op):
-            return partial(self._prefetch, tuple(offsets.items()), transfer)
+            return partial(self.prefetch, tuple(offsets.items()), transfer)
         return partial(self._write_back, groups, transfer, op.release_after)
 
     def _attach(self, group: LiveGroup, offset: int) -> None:
