@@ -71,11 +71,6 @@ class Interpreter:
         """True if a pass has begun and not ended."""
         return self.cursor > 0
 
-    def awaits(self, kind: str, block: int) -> bool:
-        """Return whether the next step is this one."""
-        step = self.timeline.steps[self.cursor] if self.cursor < len(self._steps) else None
-        return step is not None and step.kind == kind and step.block == block
-
     @property
     def expected(self) -> str:
         """The next step, in words."""

@@ -147,7 +147,8 @@ class BlockRun:
             return out
 
         whole = self._joined(run)
-        self._check_alike()
+        if self._cut is not None:
+            self._check_alike()
         self._ran = True
         return whole, [tensor for position, tensor in enumerate(whole) if position not in reached]
 

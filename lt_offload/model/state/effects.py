@@ -249,21 +249,24 @@ class _SavedAttributes:
         self._dicts = [*modules, *(place for place in held if type(place) in _PLAIN_DICTS)]
         self._lists = [place for place in held if type(place) is list]
         self._others = [pair for pair in self.contents if type(pair[0]) not in (*_PLAIN_DICTS, list)]
-        self._sizes, self._objects = self._present()
-        self.holds_tensors = any(isinstance(value, Tensor) for value in self._objects)
+        self.holds_tensors = any(isinstance(value, Tensor) for value in self._all())
+        # Not the objects: those that count are held above, and others may refer to whoever has this.
+        self._sizes, self._objects = self._found()
 
-    def _present(self) -> tuple[list[int], list[Any]]:
-        """Return the sizes of all dictionaries and lists, and the keys, values and items in them, one after the other.
+    def _all(self) -> Iterator[Any]:
+        """Return the keys, values and items of all dictionaries and lists, keys in the dictionary's own order."""
+        return chain.from_iterable(chain(self._dicts, map(dict.values, self._dicts), self._lists))
+
+    def _found(self) -> tuple[list[int], list[int]]:
+        """Return the sizes of all dictionaries and lists, and the identities of what is in them.
 
         In C: a plan that recomputes asks several times for every block, and there are a hundred of them in a block.
         """
-        places = chain(self._dicts, map(dict.values, self._dicts), self._lists)  # keys in the dictionary's own order
-        return [*map(len, self._dicts), *map(len, self._lists)], [*chain.from_iterable(places)]
+        return [*map(len, self._dicts), *map(len, self._lists)], [*map(id, self._all())]
 
     def unchanged(self) -> bool:
         """Return whether the very same objects are there now, under the same names."""
-        sizes, objects = self._present()
-        return sizes == self._sizes and same(objects, self._objects) and all(unchanged(*pair) for pair in self._others)
+        return (self._sizes, self._objects) == self._found() and all(unchanged(*pair) for pair in self._others)
 
 
 class _Attributes(_Part):
