@@ -71,15 +71,15 @@ DisableTorchFunction: Any = _C.DisableTorchFunction
 """... and function modes are not asked, either."""
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 """The number of dispatch modes of the thread. The guard is lifted out of the stack without leaving the others."""
-push_dispatch_mode: Callable[[Any], None] = _dispatch._push_mode
-pop_dispatch_mode: Callable[[], Any] = _dispatch._pop_mode
+push_dispatch_mode: Callable[[Any], None] = _C._push_on_torch_dispatch_stack
+pop_dispatch_mode: Callable[[], Any] = partial(_C._pop_torch_dispatch_stack, None)
 all_dispatch_modes: Callable[[], list[Any]] = _dispatch._get_current_dispatch_mode_stack
 """The dispatch modes of the thread: a block that runs again runs in those of its first run."""
 without_dispatch_modes: Any = _dispatch._disable_current_modes
 """Context without any of them, whatever they are: threads of the emulated device begin in it."""
 function_modes: Callable[[], int] = _C._len_torch_function_stack
-push_function_mode: Callable[[Any], None] = _overrides._push_mode
-pop_function_mode: Callable[[], Any] = _overrides._pop_mode
+push_function_mode: Callable[[Any], None] = _C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = _C._pop_torch_function_stack
 all_function_modes: Callable[[], list[Any]] = _overrides._get_current_function_mode_stack
 """The same for function modes, of which the guard and the watch of the logits are."""
 functorch_level: Callable[[], Any] = _C._functorch.peek_interpreter_stack

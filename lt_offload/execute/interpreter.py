@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.device.record import Recorder
@@ -29,6 +30,8 @@ class Interpreter:
         self._program, self._steps = program, program.steps[program.passes[0]]
         self._weights = [[weights[tensor] for tensor in tensors] for tensors in program.tensors]
         """By op."""
+        self._calls = {op.id: partial(self._move_activations, op) for op in program.activations} | residency.moves
+        """By op that is issued: what carries it out."""
         self.reduce: Callable[[Op, Sequence[Weight]], None] = _alone
         """Begins to add the sums of some weights to those of other machines, if they are complete."""
         self._residency, self._gradients = residency, gradients
@@ -68,11 +71,6 @@ class Interpreter:
         """True if a pass has begun and not ended."""
         return self.cursor > 0
 
-    def awaits(self, kind: str, block: int) -> bool:
-        """Return whether the next step is this one."""
-        step = self.timeline.steps[self.cursor] if self.cursor < len(self._steps) else None
-        return step is not None and step.kind == kind and step.block == block
-
     @property
     def expected(self) -> str:
         """The next step, in words."""
@@ -91,20 +89,21 @@ class Interpreter:
         self.cursor = at + 1
         self._recorder.begin_step()
         for op in self._steps[at].before:
-            self._issue(op)
+            self._calls[op.id]()
 
     def end(self) -> None:
         """Issue what follows the computation of the step that was begun last."""
         at = self.cursor - 1
+        step = self._steps[at]
         # First what leaves: the host's updates wait for the copies that are queued here.
         for op, departure in self._gradients.send():
             self._residency.release_at(at if op.release_after is None else op.release_after, departure)
-        for op in self._steps[at].updates:
+        for op in step.updates:
             self._gradients.use_on_host(op, self._weights[op.id], self._urgency(op))
-        for op in self._steps[at].reduced:
+        for op in step.reduced:
             self.reduce(op, self._weights[op.id])
-        for op in self._steps[at].after:
-            self._issue(op)
+        for op in step.after:
+            self._calls[op.id]()
         self._residency.end_step(at)
         self._recorder.end_step()
 
@@ -121,10 +120,7 @@ class Interpreter:
         ops = self._program.size
         return self.passes * ops + self._program.deadlines.get(op.id, 2 * ops)
 
-    def _issue(self, op: Op) -> None:
-        if op.payload != "activation":
-            self._residency.issue(op)
-            return
+    def _move_activations(self, op: Op) -> None:
         run = self._runs.find(op.block)
         # What ran before there was a plan has saved more than was planned: it comes back when it is needed.
         if run is None or run.offloader is None or self._runs.surveyed:

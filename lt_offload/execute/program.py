@@ -70,6 +70,8 @@ class Program:
         """By computation: the weights that it reads in host memory."""
         self.moves = [op for op in ops if op.payload in IN_ARENA]
         """Copies and drops of weights, states and sums."""
+        self.activations = [op for op in ops if op.payload == "activation"]
+        """Copies of activations."""
         self.sends = [op for op in ops if op.sends_gradients and not plan.begins_sums(op)]
         """Copies of gradients to host memory that they share."""
         self.begins = {op.id: op for op in ops if plan.begins_sums(op)}
@@ -83,6 +85,8 @@ class Program:
             which: self._takers(which) for which in plan.passes if which != "settling"
         }
         """By trainable tensor: the op that takes its gradient, an offload or what uses it on the device."""
+        self.used_on_device = {op.id for op in ops if op.uses_gradients and op.lane != "host"}
+        """Ops that use gradients there."""
         self.of_last_block = {which: self._of_last_block(which) for which in plan.passes}
         """By table in two parts: the op that sends the last block's gradient."""
         self.deadlines = deadlines(ops)

@@ -183,7 +183,7 @@ class ModeStack:
 
     def insert(self, mode: object, above: int) -> None:
         """Put ``mode`` back below the ``above`` modes on top."""
-        others = [self.pop() for _ in range(above)]
+        others = [self.pop() for _ in range(above)] if above else []
         self.push(mode)
         for other in reversed(others):
             self.push(other)

@@ -156,7 +156,7 @@ class BlockOutput:
 
 def tensors_of(out: Any) -> list[Tensor]:
     """Return the tensors among what a block returned, in their order."""
-    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    return [out] if type(out) is Tensor else [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
 
 
 def numbers_of(out: Any) -> list[Tensor]:

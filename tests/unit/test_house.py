@@ -369,7 +369,7 @@ def test_what_the_map_names_is_there(path: str) -> None:
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("execute.memory.residency", ("Residency.issue", "Transfer.fetch")),
+        ("execute.memory.residency", ("Residency.prefetch", "Transfer.fetch")),
         ("plan.verify.check", ("_budgets",)),
         ("machine.accounting", ("Account",)),
         ("execute.updates.clipping", ("Clipping.clip_norm", "Clipping.edit")),

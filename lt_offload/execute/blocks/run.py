@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,7 +82,8 @@ class BlockRun:
         self._shared = [x for at, x in enumerate(leaves) if isinstance(x, Tensor) and at not in self._slots]
         """Masks and tables that all blocks are given: they stay on the device."""
         # Views of a tensor share its version counter, so that this holds for the rows of a slice, too.
-        self._shared_versions = [version(x) for x in self._shared]
+        repeats = block.recomputed or self.option not in RECORDED
+        self._shared_versions = [version(x) for x in self._shared] if repeats else []
         self._needs_grad: list[bool] = [leaves[slot].requires_grad for slot in self._slots]
         self._first_input = block.index == 0 and block.recomputed
         """Its input is part of the batch, which stays for the whole iteration anyway."""
@@ -91,7 +92,7 @@ class BlockRun:
         for slot in self._slots:
             self.inputs.append(leaves[slot])
             leaves[slot] = None  # nobody but the option decides how long an input stays
-        self.needs_backward = True in self._needs_grad or any(weight.param.requires_grad for weight in weights)
+        self.needs_backward = True in self._needs_grad or True in [w.param.requires_grad for w in weights]
         """True if a gradient can reach the block's weights or inputs."""
         # Cut only now: a slice's own view of an activation would keep the whole of it.
         arguments = [leaves] if self._cut is None else self._cut.parts(leaves)
@@ -100,6 +101,8 @@ class BlockRun:
         """Per activation input, which output of the previous block it is; None if one of them is something else."""
         self.totals: list[RunningTotal | None] = []
         """By input, the gradient of what other blocks may use, too."""
+        self._ran = False
+        """Its first run is over: others may be in other contexts."""
         self.done = False
         """Its backward is over, or will not come."""
         self.forgotten = False
@@ -133,35 +136,41 @@ class BlockRun:
 
     def forward(self, anchor: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward. Return the output tensors, detached, and those among them that no gradient can reach."""
-        joint = self._joint()
         reached: set[int] = set()
-        for at, part in enumerate(self.slices):
+        graph = self.option in RECORDED or self.block.graphed
+
+        def run(at: int, part: Slice) -> list[Tensor]:
             out = self._run_first(part, anchor, self._rows(at, inputs))
             # Without a graph nothing says which outputs depend on what is trained: all numbers might.
-            graph = self.option in RECORDED or self.block.graphed
             alive = [t.requires_grad if graph else t.is_floating_point() for t in out]
-            reached.update(position for position, one in enumerate(alive) if one)
-            joint.put(at, out)
-            del out
-        self._check_alike()
-        whole: list[Tensor] = joint.results()
+            reached.update([position for position, one in enumerate(alive) if one])
+            return out
+
+        whole = self._joined(run)
+        if self._cut is not None:
+            self._check_alike()
+        self._ran = True
         return whole, [tensor for position, tensor in enumerate(whole) if position not in reached]
 
     def run_frozen(self, *, save: bool = False) -> Any:
         """Run the forward of a block that no gradient can reach; return its output. ``save``: keep its inputs."""
         inputs = self.take_inputs()
         if self._cut is None:
-            return self._run_frozen(self.slices[0], inputs, save=save)
-        assert self.block.cutter is not None
-        outputs = Outputs(self.block.cutter, self._cut.sizes)
-        for at, part in enumerate(self.slices):
-            outputs.put(at, self._run_frozen(part, self._rows(at, inputs), save=save))
-        return outputs.result()
+            out = self._run_frozen(self.slices[0], inputs, save=save)
+        else:
+            assert self.block.cutter is not None
+            outputs = Outputs(self.block.cutter, self._cut.sizes)
+            for at, part in enumerate(self.slices):
+                outputs.put(at, self._run_frozen(part, self._rows(at, inputs), save=save))
+            out = outputs.result()
+        self._ran = True
+        return out
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """Return the block's output structure with ``tensors`` in place."""
         first = self.slices[0]
-        assert first.out_spec is not None
+        if first.out_spec is None:
+            return tensors[0]
         leaves, first.out = first.out, []
         for slot, tensor in zip(first.out_slots, tensors, strict=True):
             leaves[slot] = tensor
@@ -184,6 +193,8 @@ class BlockRun:
             self._save(part, inputs)
             if part.before is not None:
                 part.inner = InnerTensors(block.name, part.before, anchor)
+        if type(out) is Tensor:
+            return [out]
         part.out, part.out_spec = tree_flatten(out)
         part.out_slots = [slot for slot, leaf in enumerate(part.out) if isinstance(leaf, Tensor)]
         tensors = [part.out[slot] for slot in part.out_slots]
@@ -277,10 +288,7 @@ class BlockRun:
             part.release()
         if self.offloader is not None:
             self.offloader.close()
-        joint = self._joint()
-        for at, part in enumerate(self.slices):
-            joint.put(at, self._recompute(part, anchor, inputs[at], save))
-        return joint.results()
+        return self._joined(lambda at, part: self._recompute(part, anchor, inputs[at], save))
 
     def _recompute(self, part: Slice, anchor: Tensor, inputs: list[Tensor], save: Save) -> list[Tensor]:
         part.versions = [version(x) for x in inputs]
@@ -468,18 +476,21 @@ class BlockRun:
         Without an offloader the graph may hold the weights themselves if they are ``steady``: at the same address
         until the graph has been used.
         """
-        with torch.enable_grad(), ExitStack() as stack:
-            # Ours are the innermost hooks, and autograd asks no others. Those around the block (of
-            # torch.utils.checkpoint) would throw away what the graph saves, and run the block again by themselves.
-            if offloader is not None or not steady or top_saved_tensors_hooks(True):
-                stay = [*self._shared, *self.block.buffers] if offloader is not None else []
-                stack.enter_context(SavedTensors(self.weights, offloader, stay))
+        hooks: AbstractContextManager[Any] = nullcontext()
+        # Ours are the innermost hooks, and autograd asks no others. Those around the block (of torch.utils.checkpoint)
+        # would throw away what the graph saves, and run the block again by themselves.
+        if offloader is not None or not steady or top_saved_tensors_hooks(True):
+            stay = [*self._shared, *self.block.buffers] if offloader is not None else []
+            hooks = SavedTensors(self.weights, offloader, stay)
+        with torch.enable_grad(), hooks:
             entered = self._enter(part, anchor, inputs)
             del inputs  # only the graph holds them from here on, so that what travels is free once it has left
             part.entries = [get_gradient_edge(x) if x.requires_grad else None for x in entered]
-            if part.cache is not None:
-                stack.enter_context(ReplayCostly(part.cache, given_back, limits.OTHER_SECOND_RUN.error))
-            out = self._call(part, entered)
+            if part.cache is None:
+                out = self._call(part, entered)
+            else:
+                with ReplayCostly(part.cache, given_back, limits.OTHER_SECOND_RUN.error):
+                    out = self._call(part, entered)
         part.roots = [get_gradient_edge(t) if t.requires_grad else None for t in tensors_of(out)]
         return out
 
@@ -499,7 +510,7 @@ class BlockRun:
         args, kwargs = self._arguments(part, inputs)
         # A backward runs outside the contexts of the first call, and on CUDA on another thread. Autocast is entered
         # anew even where it is the same: when it is left, so are its casts of weights, none of which outlives a block.
-        if self._ambient == ambient() and not self._ambient.autocasts:
+        if not self._ambient.autocasts and (not self._ran or self._ambient == ambient()):
             return self.body(*args, **kwargs)
         with within(self._ambient):
             return self.body(*args, **kwargs)
@@ -515,12 +526,17 @@ class BlockRun:
         """Return the activation inputs of a slice."""
         cut = self._cut
         if cut is None:
-            return [*inputs]
+            return list(inputs)
         return [cut.of(part, x) if slot in cut.rows else x for slot, x in zip(self._slots, inputs, strict=True)]
 
-    def _joint(self) -> Joint:
-        """Return what puts the outputs of the slices together."""
-        return Joint([1]) if self._cut is None else Joint(self._cut.sizes, self.block.cutter)
+    def _joined(self, run: Callable[[int, Slice], list[Tensor]]) -> list[Tensor]:
+        """Return what ``run`` returns for each slice, put together and detached."""
+        if self._cut is None:
+            return [tensor.detach() for tensor in run(0, self.slices[0])]
+        joint = Joint(self._cut.sizes, self.block.cutter)
+        for at, part in enumerate(self.slices):
+            joint.put(at, run(at, part))
+        return joint.results()
 
 
 def _sum(before: Tensor | None, gradient: Tensor | None) -> Tensor | None:
@@ -555,4 +571,4 @@ class BlockFunction(BlockNode):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         gradients = ctx.run_backward(ctx.block_run, ctx.anchor, grads)
         needed = ctx.needs_input_grad[3:]
-        return None, None, None, *(grad if need else None for grad, need in zip(gradients, needed, strict=True))
+        return None, None, None, *[grad if need else None for grad, need in zip(gradients, needed, strict=True)]

@@ -101,6 +101,7 @@ class Slice:
         self.out_slots: list[int] = []
         """Positions of the tensors among these."""
         self.out_spec: TreeSpec | None = None
+        """None: the output is one tensor."""
 
     def take_saved(self) -> list[Tensor] | None:
         """Return the saved input, which is no longer saved then."""

@@ -66,7 +66,7 @@ class Buffer(Cell):
     __slots__ = ("_bytes", "nbytes", "offset", "releases", "slab", "written")
 
     def __init__(self, label: str, offset: int, nbytes: int, slab: torch.Tensor, releases: Sequence[Event]) -> None:
-        super().__init__(label)
+        self.label = label
         self.offset = offset
         self.nbytes = nbytes
         self.slab = slab
@@ -101,10 +101,12 @@ class Buffer(Cell):
 
 def before_writing(cells: Sequence[Cell]) -> list[Event]:
     """Return what comes before a write to ``cells``, which is about to be given to a lane."""
-    ranges = [cell for cell in cells if isinstance(cell, Buffer)]
-    for buffer in ranges:
-        buffer.written = True
-    return [event for buffer in ranges for event in buffer.releases]
+    events: list[Event] = []
+    for cell in cells:
+        if isinstance(cell, Buffer):
+            cell.written = True
+            events += cell.releases
+    return events
 
 
 class Device(ABC):
@@ -314,7 +316,7 @@ class Device(ABC):
     def rng_state(self) -> list[torch.Tensor]:
         """Return the state of every generator a block may draw from (CPU, and the device's own)."""
         with plain_torch():
-            return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in self._gpus)]
+            return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
 
     def set_rng_state(self, state: list[torch.Tensor]) -> None:
         """Restore what ``rng_state`` returned."""

@@ -245,14 +245,14 @@ class CudaDevice(Device):
 
     @override
     def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
-        tasks, releases = tasks_of(events), tasks_of(before_writing(writes))
-        self._lanes.finish(tasks)
-        self._lanes.finish(releases)
-        self._lanes.check(tasks)
+        awaited = tasks_of((*events, *before_writing(writes)) if writes else events)
+        self._lanes.finish(awaited)
+        if events or self._lanes.failed:
+            self._lanes.check(events)
         # Both waits are needed. On the host until a task has been issued: a stream that waits for an event which has
         # not been recorded does not wait at all. On the stream for the work itself.
         compute = self._compute_stream()
-        for task in (*tasks, *releases):
+        for task in awaited:
             compute.follow(task)
             self._runner.let_go(task)
 

@@ -132,8 +132,10 @@ class EmulatedDevice(Device):
     @override
     def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
         # The calling thread is the compute lane: without this, it would read what a copy has filled in part.
-        self._lanes.finish([*events, *before_writing(writes)])
-        self._lanes.check(events)
+        if awaited := (*events, *before_writing(writes)) if writes else events:
+            self._lanes.finish(awaited)
+        if events or self._lanes.failed:
+            self._lanes.check(events)
 
     @override
     def synchronize(self, *events: Event) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from operator import call
 from typing import Any
 
 import torch
@@ -70,15 +72,17 @@ class HostPool:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._free: list[HostBuffer] = []
+        self._free: list[tuple[int, int, HostBuffer]] = []
+        """With their sizes, and numbers that tell those of one size apart."""
+        self._given = 0
         self.nbytes = 0
         """Bytes allocated in all."""
 
     def take(self, nbytes: int) -> HostBuffer:
         """Return the smallest free buffer of at least ``nbytes`` that wastes at most a quarter, else a new one."""
-        index = bisect_left(self._free, nbytes, key=_size)
-        if index < len(self._free) and _size(self._free[index]) <= nbytes + nbytes // 4 + _PAGE:
-            return self._free.pop(index)
+        index = bisect_left(self._free, (nbytes,))
+        if index < len(self._free) and self._free[index][0] <= nbytes + nbytes // 4 + _PAGE:
+            return self._free.pop(index)[-1]
         size = round_up(nbytes, _PAGE)
         self.nbytes += size
         return HostBuffer(self.device.host_empty((size,), torch.uint8))
@@ -86,11 +90,8 @@ class HostPool:
     def give(self, buffer: HostBuffer, used: Event | None) -> None:
         """Take ``buffer`` back; ``used`` is the last task that reads or writes it."""
         buffer.used = used
-        insort(self._free, buffer, key=_size)
-
-
-def _size(buffer: HostBuffer) -> int:
-    return buffer.data.numel()
+        self._given += 1
+        insort(self._free, (buffer.data.numel(), self._given, buffer))
 
 
 _HOST_ALIGNMENT = 64
@@ -102,12 +103,11 @@ class WeightAlias:
     """A saved tensor that is a view of a weight."""
 
     weight: Weight
-    dtype: torch.dtype
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def unpack(self) -> Tensor:
+    def __call__(self) -> Tensor:
         """Return the same view of the weight's present copy, which may be at another address than in the forward.
 
         Raises:
@@ -130,7 +130,7 @@ class Moved:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def unpack(self) -> Tensor:
+    def __call__(self) -> Tensor:
         """Return the tensor for a node of the graph, which writes to none: others may be given the same."""
         memory = self.storage.use()
         if memory.shape == self.shape and memory.stride() == self.stride and memory.dtype == self.dtype:
@@ -155,10 +155,9 @@ class MovedStorage:
     def __init__(self, owner: ActivationOffloader, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.owner = owner
         self.nbytes = storage.nbytes()
-        with _no_modes():
-            whole = tensor.is_contiguous() and tensor.nbytes == self.nbytes
-            self.device: Tensor | None = tensor.detach() if whole else _bytes_of(tensor.device, storage)
-            """All of it on the device; None while only the host has it."""
+        whole = tensor.is_contiguous() and tensor.nbytes == self.nbytes
+        self.device: Tensor | None = tensor.data if whole else _bytes_of(tensor.device, storage)
+        """All of it on the device; None while only the host has it."""
         self.form: Form = self.device.shape, self.device.dtype
         self.taken: list[weakref.ref[Moved]] = []
         """Saved tensors that share it."""
@@ -168,10 +167,9 @@ class MovedStorage:
         """A tensor that nobody may write to before it has been copied, and its version when it was saved."""
 
     def check_untouched(self) -> None:
-        """Raise if a watched tensor was written to, perhaps before it was copied."""
+        """Raise if the watched tensor was written to, perhaps before it was copied."""
         # Autograd compares versions of saved tensors only where no hooks are set, so that the check is ours to make.
-        if self.watched is None:
-            return
+        assert self.watched is not None
         tensor, known = self.watched
         if version(tensor) != known:
             raise UnsupportedError(
@@ -181,11 +179,12 @@ class MovedStorage:
 
     def use(self) -> Tensor:
         """Return all of it on the device for one saved tensor; after the last one nothing here holds it any more."""
-        if self.device is not None and self.owner.at_home:  # autograd.grad inside the forward: nothing has left yet
-            return self.device
-        self.owner.arrived(self)
-        assert self.device is not None and self.users > 0
-        memory = self.device
+        memory, owner = self.device, self.owner
+        if memory is None or not owner.awaited:
+            if memory is not None and owner.at_home:  # autograd.grad inside the forward: nothing has left yet
+                return memory
+            memory = owner.arrived(self)
+        assert self.users > 0
         self.users -= 1
         if self.users == 0:
             self.device = None
@@ -204,7 +203,7 @@ class ActivationOffloader:
         counted what several parts of a batch would have on the device together."""
         self._op: int | None = None
         """The backward that storages come back for, where each does so by itself."""
-        self._by_storage: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
+        self._by_storage: dict[int, weakref.ref[MovedStorage]] = {}
         """Storages by address, in the forward. One saved for a part of the graph that nothing needs goes with that."""
         self._storages: list[MovedStorage] = []
         """The same after it."""
@@ -217,7 +216,7 @@ class ActivationOffloader:
         """The copies to the host."""
         self._fetched: Event | None = None
         """The copies back."""
-        self._awaited = False
+        self.awaited = False
         """The compute lane is ordered after the copies back."""
         self._memory = Cell(f"activations {label}")
         """The device memory of all storages, for the happens-before checker."""
@@ -241,9 +240,11 @@ class ActivationOffloader:
     def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
         """Register ``tensor``; its storage will travel. ``watch``: raise if it is written to before it has left."""
         memory = tensor.untyped_storage()
-        storage = self._by_storage.get(address_of(memory))
+        known = self._by_storage.get(address_of(memory))
+        storage = None if known is None else known()
         if storage is None:
-            storage = self._by_storage[address_of(memory)] = MovedStorage(self, tensor, memory)
+            storage = MovedStorage(self, tensor, memory)
+            self._by_storage[address_of(memory)] = weakref.ref(storage)
         if watch and storage.watched is None:
             storage.watched = (tensor, version(tensor))
         moved = Moved(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
@@ -253,17 +254,18 @@ class ActivationOffloader:
     def leave(self, op: int) -> Event | None:
         """Queue the copies to the host; return their event, None if there is nothing to move."""
         # The forward is over. Once storages die, others may get their addresses and would be taken for them.
-        self._storages = list(self._by_storage.values())
+        self._storages = [storage for known in self._by_storage.values() if (storage := known()) is not None]
         self._by_storage.clear()
         for storage in self._storages:
             # What has gone with a part of the graph that nothing needs will never be unpacked, so it is not waited for.
-            storage.users = sum(moved() is not None for moved in storage.taken)
+            storage.users = len(storage.taken) - [*map(call, storage.taken)].count(None)
         if not self._storages:
             return None
         sources: list[Tensor] = []
         for storage in self._storages:
             assert storage.device is not None
-            storage.check_untouched()
+            if storage.watched is not None:
+                storage.check_untouched()
             sources.append(storage.device)
         self._take_host_memory()
         assert self._host is not None
@@ -291,8 +293,9 @@ class ActivationOffloader:
         self.device.wait(self._left, writes=[self._leaving[0]])
         self._leaving = None
         for storage in self._storages:
-            storage.check_untouched()
-            storage.watched = None
+            if storage.watched is not None:
+                storage.check_untouched()
+                storage.watched = None
         if self._fetched is None:
             for storage in self._storages:
                 storage.device = None
@@ -324,8 +327,8 @@ class ActivationOffloader:
             nbytes=nbytes,
         )
 
-    def arrived(self, storage: MovedStorage) -> None:
-        """Order the compute lane after the copies back, of all storages or of this one.
+    def arrived(self, storage: MovedStorage) -> Tensor:
+        """Order the compute lane after the copies back, of all storages or of this one, which is returned.
 
         Raises:
             UnsupportedError: if nobody has planned them: this is not the block's own backward.
@@ -333,12 +336,14 @@ class ActivationOffloader:
         if self._op is not None and storage.device is None:
             at = next(at for at, other in enumerate(self._storages) if other is storage)
             self._bring(self._op, [storage], [self._places[at]], storage.nbytes)
-            self._awaited = False
-        if not self._awaited:
+            self.awaited = False
+        if not self.awaited:
             if self._fetched is None:
                 raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.label}")
             self.device.wait(self._fetched, reads=[self._memory])
-            self._awaited = True
+            self.awaited = True
+        assert storage.device is not None
+        return storage.device
 
     def close(self) -> None:
         """Give the host memory back; whoever takes it next writes after the last copy from or to it."""
@@ -355,7 +360,7 @@ class ActivationOffloader:
         """Take host memory for all storages, side by side."""
         sizes = [storage.nbytes for storage in self._storages]
         self._nbytes = sum(sizes)
-        self._host = self.pool.take(sum(round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes))
+        self._host = self.pool.take(sum([-(-nbytes // _HOST_ALIGNMENT) for nbytes in sizes]) * _HOST_ALIGNMENT)
         with _no_modes():
             self._places = self._host.places([storage.form for storage in self._storages])
 
@@ -366,11 +371,14 @@ def given_back(kept: Any) -> Any:
 
 
 def _bytes_of(device: torch.device, storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+    with _no_modes():
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """Hooks for a block's private graph: weights become aliases, other tensors stay or travel.
+
+    A saved tensor becomes what returns it when it is called: the node calls that, and of a tensor that stays no Python.
 
     Args:
         weights: of the block.
@@ -381,60 +389,32 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     def __init__(
         self, weights: Sequence[Weight], offloader: ActivationOffloader | None, staying: Sequence[Tensor]
     ) -> None:
-        ranges = _Ranges(weights)
-        starts, ends = ranges.starts, ranges.ends
+        present = sorted([(w.present.data_ptr(), w.index, w) for w in weights if w.present is not None])
+        starts = [start for start, _, _ in present]
         stay = {address_of(t.untyped_storage()) for t in staying} if offloader is not None else ()
         moves = _has_elements if offloader is not None and offloader.everything else travels
 
-        def pack(tensor: Tensor) -> Packed:
+        def pack(tensor: Tensor) -> Callable[[], Tensor]:
             if tensor.layout is not torch.strided:
-                return SparseParts(tensor, pack)
+                return partial(SparseParts(tensor, pack).unpack, call)
             # By address, not by identity: what a linear layer saves is weight.t(), a new tensor every time.
             address = tensor.data_ptr()
             index = bisect_right(starts, address) - 1
-            if index >= 0 and address < ends[index]:
-                return _alias(tensor, ranges)
+            if index >= 0:
+                start, _, weight = present[index]
+                if address < start + weight.nbytes:
+                    assert weight.present is not None and tensor.dtype == weight.present.dtype
+                    offset = (address - start) // tensor.itemsize
+                    return WeightAlias(weight, offset, tensor.shape, tensor.stride())
             if offloader is None or address_of(tensor.untyped_storage()) in stay or not moves(tensor):
-                # Detached, as a saved output would hold the node that holds it: a cycle that no collector sees.
-                with _no_modes():
-                    return tensor.detach()
+                # Without a graph, as a saved output would hold the node that holds it: a cycle that no collector sees.
+                return repeat(tensor.data).__next__
             return offloader.take(tensor)
 
         # Where a compiled block's graph breaks, operations run uncompiled, and torch would compile the hooks they call.
         skip_in_dynamo(pack)
-        super().__init__(pack, _unpack)
-
-
-Packed = Tensor | WeightAlias | Moved | SparseParts
+        super().__init__(pack, call)
 
 
 def _has_elements(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > tensor.itemsize
-
-
-def _unpack(packed: Packed) -> Tensor:
-    if isinstance(packed, SparseParts):
-        return packed.unpack(_unpack)
-    return packed if isinstance(packed, Tensor) else packed.unpack()
-
-
-class _Ranges:
-    """The memory that the present weights of a block lie in: the arena, and host memory for zero copy."""
-
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        present = sorted((w.present.data_ptr(), w.index, w) for w in weights if w.present is not None)
-        self.weights = [(address, weight) for address, _, weight in present]
-        self.addresses = [address for address, _, _ in present]
-        storages = {address_of(s): s for w in weights if w.present is not None for s in (w.present.untyped_storage(),)}
-        memory = sorted((s.data_ptr(), s.nbytes()) for s in storages.values())
-        self.starts = [start for start, _ in memory]
-        self.ends = [start + nbytes for start, nbytes in memory]
-
-
-def _alias(tensor: Tensor, ranges: _Ranges) -> WeightAlias:
-    address = tensor.data_ptr()
-    index = bisect_right(ranges.addresses, address) - 1
-    start, weight = ranges.weights[index]
-    assert index >= 0 and address < start + weight.nbytes, "a saved tensor lies beside weights but belongs to no weight"
-    assert weight.present is not None and tensor.dtype == weight.present.dtype
-    return WeightAlias(weight, tensor.dtype, (address - start) // tensor.element_size(), tensor.shape, tensor.stride())

@@ -8,7 +8,7 @@ from functools import partial
 
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.device.lanes import Lane
-from lt_offload.execute.memory.live_group import LiveGroup, distinct
+from lt_offload.execute.memory.live_group import LiveGroup, complete_on_host, distinct
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ class HostTask:
         event = device.submit(
             self.lane,
             partial(_one_by_one, tuple(self.work)),
-            after=distinct([*self.after, *(group.host_ready for group in groups)]),
+            after=distinct([*self.after, *complete_on_host(groups)]),
             reads=list(dict.fromkeys(self.reads)),
-            writes=[*(group.host_cell for group in groups), *dict.fromkeys(self.writes)],
+            writes=[*[group.host_cell for group in groups], *dict.fromkeys(self.writes)],
             label=self.label,
             op=self.op,
             nbytes=self.nbytes,

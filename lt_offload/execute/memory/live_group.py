@@ -140,7 +140,7 @@ class LiveGroup:
     @property
     def filled(self) -> bool:
         """True if there is anything to copy; states appear with the first update, sums with the first gradient."""
-        return any(member.filled for member in self.members)
+        return isinstance(self.members[0], Weight) or any(member.filled for member in self.members)
 
     @property
     def hosts(self) -> list[Tensor]:
@@ -164,7 +164,8 @@ class LiveGroup:
         assert self.buffer is None, f"{self.label} is on the device already"
         self.buffer = buffer
         for member in self.members:
-            member.attach(buffer)
+            at = buffer.offset + member.start
+            member.view = member.views[at] if at in member.views else member.view_at(buffer.slab, at)
 
     def fetched_by(self, event: Event) -> None:
         """A copy to the device has been queued: both copies are the same after ``event``."""
@@ -207,11 +208,12 @@ class LiveGroup:
         """Drop the device copy, newer or not: the host copy counts."""
         assert self.buffer is not None
         # Copies only: `free` itself orders the next writer after the computations so far.
-        self.device.free(self.buffer, distinct((self._device_ready, self._leaving)))
+        copies = {self._device_ready: None, self._leaving: None}
+        self.device.free(self.buffer, [event for event in copies if event is not None])
         self.buffer = self._device_ready = self._leaving = None
         self._newer = self._overtaken = False
         for member in self.members:
-            member.detach()
+            member.view = member.absent
 
     def about_to_write(self, tensors: Iterable[Tensor] | None = None) -> None:
         """The calling thread, or the task that runs, is about to write host copies: ``tensors`` of them, or all."""
@@ -253,6 +255,11 @@ class LiveGroup:
 def distinct(events: Iterable[Event | None]) -> list[Event]:
     """Return the distinct events; tensors that travel together share one."""
     return [event for event in dict.fromkeys(events) if event is not None]
+
+
+def complete_on_host(groups: Iterable[LiveGroup]) -> list[Event]:
+    """Return the distinct events that complete the host copies of ``groups``."""
+    return [event for event in {group._host_ready: None for group in groups} if event is not None]
 
 
 def needed_by_compute(

@@ -6,7 +6,6 @@ One op is one task of a lane. It takes as few copies as there are ranges without
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.memory.activations import ActivationOffloader
 from lt_offload.execute.memory.groups import Layout
-from lt_offload.execute.memory.live_group import LiveGroup, distinct
+from lt_offload.execute.memory.live_group import LiveGroup, complete_on_host, distinct
 from lt_offload.execute.memory.snapshots import Snapshots
+from lt_offload.execute.memory.tensors import States
 from lt_offload.execute.program import Program
 from lt_offload.schema.accesses import takes_room
 from lt_offload.schema.plan import Op
@@ -38,7 +38,7 @@ class Transfer:
     def __init__(self, device: Device, groups: Sequence[LiveGroup], *, label: str, op: int = -1) -> None:
         self.groups = tuple(groups)
         self._device, self._label, self._op = device, label, op
-        self._copied: tuple[tuple[LiveGroup, int, int], ...] = ()
+        self._copied: list[tuple[LiveGroup, int, int]] = []
         self._pairs: list[Pair] = []
         self._nbytes = 0
 
@@ -52,7 +52,7 @@ class Transfer:
             _copies(self._device.copy, self._find(items), to_device=True),
             # Former users of the ranges are not named: the device keeps the events with which those were given back,
             # and has whatever writes there wait for them.
-            after=distinct(item.host_ready for item in items),
+            after=complete_on_host(items),
             reads=[item.host_cell for item in items],
             writes=[item.buffer for item in items if item.buffer is not None],
             label=self._label,
@@ -73,7 +73,7 @@ class Transfer:
             _copies(self._device.copy, self._find(items), to_device=False),
             # The mark, as the computation that made the copy newer may still run; the others, as tasks may still write
             # the host copy or set it aside.
-            after=[self._device.mark(), *distinct([*(item.host_ready for item in items), self._set_aside(items)])],
+            after=[self._device.mark(), *distinct([*complete_on_host(items), self._set_aside(items)])],
             reads=[item.buffer for item in items if item.buffer is not None],
             writes=[item.host_cell for item in items],
             label=self._label,
@@ -96,7 +96,7 @@ class Transfer:
         return self._device.submit(
             "host",
             partial(snapshots.changing, tensors),
-            after=distinct(item.host_ready for item in items),
+            after=complete_on_host(items),
             reads=[item.host_cell for item in items],
             label="set aside",
             urgency=-1,
@@ -104,11 +104,11 @@ class Transfer:
 
     def forget_views(self) -> None:
         """Let go of the arena."""
-        self._copied, self._pairs = (), []
+        self._copied, self._pairs = [], []
 
     def _find(self, items: Sequence[LiveGroup]) -> list[Pair]:
         """Return what to copy: as a plan's offsets are fixed, mostly what was copied the last time."""
-        wanted = tuple((item, item.buffer.offset, item.place) for item in items if item.buffer is not None)
+        wanted = [(item, item.buffer.offset, item.place) for item in items if item.buffer is not None]
         # Views of the ranges are kept from one iteration to the next.
         if wanted != self._copied:
             self._copied, self._pairs = wanted, coalesced(items)
@@ -159,16 +159,6 @@ def _copies(copy: Callable[[Tensor, Tensor], None], pairs: Sequence[Pair], *, to
     return run
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """An op on weights or states, made ready."""
-
-    groups: tuple[LiveGroup, ...]
-    offsets: tuple[int, ...]
-    """Offsets of the groups in the arena, for prefetches."""
-    transfer: Transfer
-
-
 class Residency:
     """Moves weights and states as the ops of a plan say.
 
@@ -200,26 +190,23 @@ class Residency:
             group.snapshots = self.snapshots
         self._releases: dict[int, list[Callable[[], None]]] = {}
         self._initial: dict[LiveGroup, int] = {}
-        self._moves: dict[int, _Move] = {}
+        self._transfers: list[Transfer] = []
+        self.moves: dict[int, Callable[[], None]] = {}
+        """By op: what carries out a prefetch, offload or drop of weights, states or sums of gradients."""
         if program is not None:
             self._initial = _placed([(copy.group, copy.offset) for copy in program.initial], layout)
-            self._moves = {op.id: self._move(op, layout) for op in program.moves}
+            self.moves = {op.id: self._move(op, layout) for op in program.moves}
 
-    def issue(self, op: Op) -> None:
-        """Carry out a prefetch, offload or drop of weights, states or sums of gradients."""
-        move = self._moves[op.id]
-        if takes_room(op):
-            for group, offset in zip(move.groups, move.offsets, strict=True):
-                self._attach(group, offset)
-            move.transfer.fetch()
-        elif op.lane == "d2h":
-            move.transfer.write_back()
-            if op.release_after is not None:
-                for group in move.groups:
-                    self.release_at(op.release_after, group.detach)
-        else:
-            for group in move.groups:
-                group.detach()
+    def prefetch(self, places: Sequence[tuple[LiveGroup, int]], transfer: Transfer) -> None:
+        """Take the ranges of the arena that an op names, and queue the copies that fill them."""
+        for group, offset in places:
+            self._attach(group, offset)
+        transfer.fetch()
+
+    def _write_back(self, groups: Sequence[LiveGroup], transfer: Transfer, release_after: int | None) -> None:
+        transfer.write_back()
+        if release_after is not None:
+            self.release_at(release_after, partial(_drop, groups))
 
     def leave(self, op: Op, offloader: ActivationOffloader) -> None:
         """Carry out the offload of a block's activations."""
@@ -282,7 +269,7 @@ class Residency:
         if not incomplete:
             return
         Transfer(self.device, incomplete, label="read").write_back()
-        self.device.synchronize(*distinct(group.host_ready for group in incomplete))
+        self.device.synchronize(*complete_on_host(incomplete))
         for group in incomplete:
             group.awaited_on_host()
 
@@ -315,21 +302,31 @@ class Residency:
                 group.give_up()
             for member in group.members:
                 member.forget_views()
-        for move in self._moves.values():
-            move.transfer.forget_views()
+        for transfer in self._transfers:
+            transfer.forget_views()
 
-    def _move(self, op: Op, layout: Layout) -> _Move:
-        assert op.payload is not None
+    def _move(self, op: Op, layout: Layout) -> Callable[[], None]:
         offsets = _placed(list(zip(op.groups, op.offsets or (0,) * len(op.groups), strict=True)), layout)
         groups = tuple(offsets)
+        if not takes_room(op) and op.lane != "d2h":
+            return partial(_drop, groups)
         transfer = Transfer(self.device, groups, label=f"{op.kind} {op.payload} {op.block}", op=op.id)
-        return _Move(groups, tuple(offsets.values()), transfer)
+        self._transfers.append(transfer)
+        if takes_room(op):
+            return partial(self.prefetch, tuple(offsets.items()), transfer)
+        return partial(self._write_back, groups, transfer, op.release_after)
 
     def _attach(self, group: LiveGroup, offset: int) -> None:
-        assert self._adopt is not None
         # Before it has a device copy: states that the optimizer has replaced are adopted on the host.
-        self._adopt(group)
+        if isinstance(group.members[0], States):
+            assert self._adopt is not None
+            self._adopt(group)
         group.attach(self.device.place(offset, group.room, group.label))
+
+
+def _drop(groups: Sequence[LiveGroup]) -> None:
+    for group in groups:
+        group.detach()
 
 
 def _placed(planned: Sequence[tuple[int, int]], layout: Layout) -> dict[LiveGroup, int]:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.device.base import Buffer, Cell, Device
+from lt_offload.execute.device.base import Cell, Device
 from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.model.objects import kind_of
 from lt_offload.model.optimizers import STATE_ALIGNMENT, Place, tensors_of
 from lt_offload.units import round_up
 
@@ -32,42 +33,56 @@ _KNOWN_VIEWS = 8
 """Offsets whose views are kept: a plan has few for a tensor, forwards without a plan any number."""
 
 
-class Viewed:
-    """A tensor whose device copy is one view of the arena."""
+_View = TypeVar("_View")
 
-    __slots__ = ("_views", "host", "start", "view")
 
-    host: Tensor
-    """The host copy."""
+class Viewed(Generic[_View]):
+    """Something whose device copy is seen through views of the arena, which are made once for each place."""
+
+    __slots__ = ("start", "view", "views")
+
+    absent: _View
+    """Stands for the device copy where there is none."""
 
     def __init__(self) -> None:
         self.start = 0
         """Offset in the group."""
-        self.view: Tensor | None = None
+        self.view = self.absent
         """The device copy."""
-        self._views: dict[int, Tensor] = {}
+        self.views: dict[int, _View] = {}
+        """By place: the views of it there."""
 
-    def attach(self, buffer: Buffer) -> None:
-        """Use the range of ``buffer`` that begins at ``start``."""
-        at = buffer.offset + self.start
-        view = self._views.get(at)
-        if view is None:
-            if len(self._views) >= _KNOWN_VIEWS:
-                self._views.clear()
-            view = self._views[at] = _view(buffer.slab, at, self.host)
-        self.view = view
+    def view_at(self, slab: Tensor, at: int) -> _View:
+        """Return the device copy at ``at`` of the arena, which is ``slab``, and remember it."""
+        if len(self.views) >= _KNOWN_VIEWS:
+            self.views.clear()
+        view = self.views[at] = self._made_at(slab, at)
+        return view
 
-    def detach(self) -> None:
-        """Forget the device copy."""
-        self.view = None
+    def _made_at(self, slab: Tensor, at: int) -> _View:
+        raise NotImplementedError
 
     def forget_views(self) -> None:
         """Let go of the arena, and of what the device sees of host memory."""
-        self.view = None
-        self._views.clear()
+        self.view = self.absent
+        self.views.clear()
 
 
-class Weight(Viewed):
+class Whole(Viewed[Tensor | None]):
+    """A tensor whose device copy is one view of the arena."""
+
+    __slots__ = ("host",)
+
+    host: Tensor
+    """The host copy."""
+    absent = None
+
+    @override
+    def _made_at(self, slab: Tensor, at: int) -> Tensor:
+        return _view(slab, at, self.host)
+
+
+class Weight(Whole):
     """One parameter tensor."""
 
     __slots__ = (
@@ -171,22 +186,23 @@ class Weight(Viewed):
         return proxy
 
 
-class States:
+class States(Viewed[dict[Place, Tensor]]):
     """The optimizer state tensors of one weight that are worth moving: those with more than one element.
 
     They appear with the first update and are replaced by ``Optimizer.load_state_dict``, so records are made from the
     live state dictionary whenever it has changed.
     """
 
-    __slots__ = ("_views", "hosts", "known", "label", "names", "on_device", "group", "room", "slot", "start", "weight")
+    __slots__ = ("_seen", "group", "hosts", "known", "label", "names", "room", "slot", "weight")
+
+    absent: dict[Place, Tensor] = {}
 
     def __init__(self, weight: Weight) -> None:
+        super().__init__()
         self.label = weight.label.replace("weight", "state", 1)
         self.weight = weight
         self.group: LiveGroup | None = None
         """The group that they travel in; None: they never leave the host, or there are none."""
-        self.start = 0
-        """Offset in the group."""
         self.room = 0
         """Bytes of the group that the plan has kept for them."""
         self.slot: Tensor | None = None
@@ -196,9 +212,8 @@ class States:
         """The tensors as the optimizer holds them, in the order of ``names``."""
         self.hosts: list[Tensor] = []
         """Their host copies."""
-        self.on_device: dict[Place, Tensor] = {}
-        """Their device copies, while there are any."""
-        self._views: dict[int, dict[Place, Tensor]] = {}
+        self._seen: dict[Any, Any] | None = None
+        """The state whose tensors these are, key by key, as it was when that was found."""
 
     @property
     def index(self) -> int:
@@ -234,37 +249,23 @@ class States:
 
     def unchanged(self, state: dict[str, Any]) -> bool:
         """Return whether the tensors of ``state`` are the known ones."""
+        # Mostly it has the very objects that it had: each is asked for every weight of every step.
+        seen = self._seen
+        if seen is not None and state.keys() == seen.keys() and all(map(is_, state.values(), seen.values())):
+            return True
         tensors = _movable(state)
-        return len(tensors) == len(self.known) and self._are_in(tensors)
+        same = len(tensors) == len(self.known) and all(map(is_, map(tensors.get, self.names), self.known))
+        self._seen = dict(state) if same and not any(map(kind_of, state.values())) else None
+        return same
 
     def present(self, state: dict[str, Any]) -> bool:
         """Return whether the known tensors are in ``state``."""
-        return self._are_in(tensors_of(state))
+        return all(map(is_, map(tensors_of(state).get, self.names), self.known))
 
-    def _are_in(self, tensors: dict[Place, Tensor]) -> bool:
-        return all(map(is_, map(tensors.get, self.names), self.known))
-
-    def attach(self, buffer: Buffer) -> None:
-        """Use the range of ``buffer`` that begins at ``start``."""
-        begin = buffer.offset + self.start
-        views = self._views.get(begin)
-        if views is None:
-            if len(self._views) >= _KNOWN_VIEWS:
-                self._views.clear()
-            views = self._views[begin] = {
-                name: _view(buffer.slab, begin + at, host)
-                for name, host, at in zip(self.names, self.hosts, _starts(self.hosts), strict=True)
-            }
-        self.on_device = views
-
-    def detach(self) -> None:
-        """Forget the device copies."""
-        self.on_device = {}
-
-    def forget_views(self) -> None:
-        """Let go of the arena."""
-        self.on_device = {}
-        self._views.clear()
+    @override
+    def _made_at(self, slab: Tensor, at: int) -> dict[Place, Tensor]:
+        places = zip(self.names, self.hosts, _starts(self.hosts), strict=True)
+        return {name: _view(slab, at + start, host) for name, host, start in places}
 
     def memory(self) -> Tensor:
         """Return the bytes of the arena that are kept for them."""
@@ -273,7 +274,7 @@ class States:
 
     def enter(self) -> None:
         """Let the optimizer see the device copies."""
-        for tensor, view in zip(self.known, self.on_device.values(), strict=True):
+        for tensor, view in zip(self.known, self.view.values(), strict=True):
             tensor.data = view
 
     def leave(self) -> None:
@@ -285,8 +286,8 @@ class States:
         """Take over what an update on the device, mostly the first, has put into ``state``: its home is the arena."""
         assert self.group is not None and self.group.buffer is not None
         self._adopt(_movable(state))
-        self.attach(self.group.buffer)
-        pairs = zip(self.known, self.on_device.values(), strict=True)
+        self.view = self.view_at(self.group.buffer.slab, self.group.buffer.offset + self.start)
+        pairs = zip(self.known, self.view.values(), strict=True)
         moved = [(tensor, view) for tensor, view in pairs if not _is_there(tensor, view)]
         # What lies in the arena already may be where another one goes: an optimizer makes its states in any order.
         with plain_torch():
@@ -304,15 +305,15 @@ class States:
                 f"{self.label} takes {needed} bytes of the arena, and the plan has kept {self.room}: it has grown "
                 "since it was measured; save a checkpoint at this size and go on from it, which plans anew"
             )
-        self.names, self.known = tuple(tensors), list(tensors.values())
+        self.names, self.known, self._seen = tuple(tensors), list(tensors.values()), None
         with plain_torch():
             places = zip(self.known, _starts(self.known), strict=True)
             self.hosts = [_laid_out(carve(self.slot, at, tensor), tensor) for tensor, at in places]
         # Those that were made for other states have other shapes, or lie elsewhere.
-        self._views.clear()
+        self.views.clear()
 
 
-class Sum(Viewed):
+class Sum(Whole):
     """The sum of one weight's gradients over the micro-batches of a window."""
 
     __slots__ = ("_filled", "first", "group", "label", "norm", "parted", "places", "weight")

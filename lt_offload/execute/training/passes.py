@@ -7,8 +7,8 @@ prefetches, runs its computation, then issues what follows, exactly in the order
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,13 +112,17 @@ class Passes:
         self._runs, self._iteration, self._window = runs, iteration, iteration.window
         self._residency, self._gradients, self._recorder = residency, gradients, recorder
         self._guard, self._setup, self._view, self._step = guard, setup, view, step
-        self._computing = {op.step: op.id for op in program.computations if op.save is None}
-        """By step: its forward or backward."""
         self._presence = {
             op.id: BoundWeights(recorder.device, blocks[op.block], op, program.read_on_host[op.id])
             for op in program.computations
         }
         """By computation."""
+        timeline, computing = program.timeline, {op.step: op.id for op in program.computations if op.save is None}
+        forwards, backwards = map(timeline.forward, range(len(blocks))), map(timeline.backward, range(len(blocks)))
+        self._forwards = [(step, self._presence[computing[step]]) for step in forwards]
+        """By block: the step of its forward, and the presence of its weights there."""
+        self._backwards = [(step, computing[step]) for step in backwards]
+        """By block: the step of its backward, and the op."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._backward = Backward(self._anchor)
         self._consumers = Consumers(lambda index: structure.blocks[index].name, runs.uses)
@@ -166,19 +170,22 @@ class Passes:
             UnsupportedError: if the call is none that the plan can follow.
         """
         deferred = self._deferred
+        step, presence = self._forwards[index]
         if index == 0:
             self._begin_micro_batch()
             self._begin_deferred() if deferred.due else self._begin_pass(self.waiting)
-        if not (deferred.awaits(index) if deferred.running else self._walk.awaits("forward", index)):
+        waits = deferred.running
+        if not (deferred.awaits(index) if waits else self._walk.cursor == step):
             raise UnsupportedError(
                 f"block {self._structure.blocks[index].name} was called where {self._walk.expected} was expected; "
                 "lt_offload needs every block to be called once per forward, in order"
             )
         limits.check_call(self._structure.blocks[index].name, kwargs)
         self._own[index].check()
-        if deferred.running:
+        if waits:
             return deferred.forward(index, forward, args, kwargs, self._anchor, self._run_deferred)
-        with self._computed(index):
+        self._walk.begin(step)
+        with presence:
             run = self._make_run(index, forward, args, kwargs)
             # Else this frame would hold the block's inputs through its forward, which the run may let go of.
             del args, kwargs
@@ -190,6 +197,7 @@ class Passes:
             else:
                 out = run.run_frozen()
             self._runs.returned(out)
+        self._walk.end()
         return out
 
     def _begin_micro_batch(self) -> None:
@@ -231,15 +239,6 @@ class Passes:
             weight.uses = 0
         if not self._window.added and not self.waiting:
             self._recorder.begin()
-
-    @contextmanager
-    def _computed(self, index: int) -> Iterator[None]:
-        """Enclose a forward of the present pass, for which the block's weights are in their places."""
-        step = self._walk.timeline.forward(index)
-        self._walk.begin(step)
-        with self._presence[self._computing[step]]:
-            yield
-        self._walk.end()
 
     def _make_run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> BlockRun:
         run = self._runs.make(index, forward, self._blocks[index], args, kwargs)
@@ -286,7 +285,7 @@ class Passes:
         self._begin_pass(self.waiting)
         self._gradients.look_up(forward.lookups)
         # Before its runs are known: what they have saved left when they ran, and nothing is to be recomputed.
-        self._walk.skip_to(self._walk.timeline.backward(run.index))
+        self._walk.skip_to(self._backwards[run.index][0])
         self._runs.take_surveyed(forward.runs)
         for index, ref in forward.runs.items():
             present = ref()
@@ -328,13 +327,16 @@ class Passes:
         self._begin_pass(self.waiting - 1)
 
         def again(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[BlockRun, list[Tensor]]:
-            with self._computed(index):
+            step, presence = self._forwards[index]
+            self._walk.begin(step)
+            with presence:
                 run = self._make_run(index, original, args, kwargs)
                 if run.needs_backward:
                     out: Any = run.forward(self._anchor, [x.detach() for x in run.take_inputs()])[0]
                 else:
                     out = run.run_frozen()
                 self._runs.returned(out)
+            self._walk.end()
             return run, tensors_of(out)
 
         self._deferred.run_again(forward, again)
@@ -353,12 +355,13 @@ class Passes:
 
     def _backward_of(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         index = run.index
-        step = self._walk.timeline.backward(index)
-        self._walk.skip_to(step)
+        step, op = self._backwards[index]
+        if self._walk.cursor < step:
+            self._walk.skip_to(step)
         self._walk.begin(step)
-        if not self._runs.surveyed:
-            self._run_again(step)
-        op = self._computing[step]
+        again = self._walk.again(step)
+        if again and not self._runs.surveyed:
+            self._run_again(again)
         if run.offloader is not None:
             run.offloader.fetch(op)
         with self._presence[op]:
@@ -370,11 +373,11 @@ class Passes:
         self._walk.end()
         return gradients
 
-    def _run_again(self, step: int) -> None:
-        """Run the forwards again that the plan wants before the backward of ``step``."""
+    def _run_again(self, ops: Sequence[Op]) -> None:
+        """Run forwards again, as the plan wants it before a backward."""
         handed: list[Tensor] | None = None
         block = -1
-        for op in self._walk.again(step):
+        for op in ops:
             if op.block != block + 1:
                 handed = None
             block = op.block

@@ -23,7 +23,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.host_task import HostTask
-from lt_offload.execute.memory.live_group import distinct
+from lt_offload.execute.memory.live_group import complete_on_host, distinct
 from lt_offload.execute.memory.tensors import Weight
 
 
@@ -131,7 +131,7 @@ class Clipping:
         # On the device the norms are launched behind what fills the sums; on the host this thread reads them, so it
         # waits.
         self._device.wait(*distinct(group.device_ready for group in here), reads=reads)
-        self._device.synchronize(*distinct(group.host_ready for group in groups if group.buffer is None))
+        self._device.synchronize(*complete_on_host(group for group in groups if group.buffer is None))
         grads = {id(total.weight.param): total.host if total.view is None else total.view for total in totals}
         grads |= {id(param): param.grad for param in others if param.grad is not None}
         with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import Tensor
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.host_task import HostTask
-from lt_offload.execute.memory.live_group import LiveGroup, distinct
+from lt_offload.execute.memory.live_group import LiveGroup, complete_on_host, distinct
 from lt_offload.execute.memory.tensors import Weight, carve
 from lt_offload.execute.program import Program
 from lt_offload.schema.plan import ALIGNMENT, Op
@@ -214,7 +214,7 @@ class GradientOffloads:
         pairs = []
         for indices, host in self._small.values():
             # Gathered ones lie without a gap: where one has not come, the others would arrive at its place.
-            if all(index in grads for index in indices):
+            if grads.keys() >= {*indices}:
                 with torch.no_grad():
                     pairs.append((host, torch.cat([grads.pop(index).reshape(-1) for index in indices])))
         return pairs + [(self.hosts[index], grad) for index, grad in grads.items()]
@@ -244,9 +244,9 @@ def _queued(
     """
     label = f"offload grad {op.block}"
     memory = Cell(label)
-    task = HostTask(lane="d2h", op=op.id, label=label, nbytes=sum(host.nbytes for host, _ in pairs))
+    task = HostTask(lane="d2h", op=op.id, label=label, nbytes=sum([host.nbytes for host, _ in pairs]))
     task.work += [partial(device.copy, host, grad) for host, grad in pairs]
     # The last update wrote the weights.
-    task.after += [device.mark(writes=[memory]), *freed, *(weight.group.host_ready for weight, _ in items)]
+    task.after += [device.mark(writes=[memory]), *freed, *complete_on_host([weight.group for weight, _ in items])]
     task.reads, task.writes, task.groups = [memory], [*writes], [*groups]
     return GradientOffload(device, task.queue(device), memory, [source for _, source in pairs])

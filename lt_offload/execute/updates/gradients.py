@@ -11,10 +11,9 @@ whatever processor, an addition is exact.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -89,13 +88,16 @@ class Gradients:
         self._read: dict[int, Event] = {}
         """By weight whose gradient the backward writes to the host: when the last one has been added to the sum."""
         self._complete: defaultdict[int, list[tuple[Weight, Tensor | None]]] = defaultdict(list)
-        """By op that takes them: complete gradients; None of a weight that has some of other micro-batches only."""
+        """By op that sends them: complete gradients; None of a weight that has some of other micro-batches only."""
+        self._usable: defaultdict[int, list[tuple[Weight, Tensor | None]]] = defaultdict(list)
+        """The same by op that uses them on the device."""
+        self._takers = program.takers[self._which]
         self._written: list[Weight] = []
         self._touched: set[int] = set()
         self._expected: set[int] = set()
         """Weights of the block whose backward runs: no other gradients can come."""
         # Through a weak reference: what autograd holds is never collected.
-        hook = partial(_call, WeakMethod(self._collect_index))
+        hook = partial(_collect, ref(self))
         trainable = (weight for weight in weights if weight.param.requires_grad)
         self._handles = [w.param.register_post_accumulate_grad_hook(partial(hook, w.index)) for w in trainable]  # type: ignore[no-untyped-call]
 
@@ -117,6 +119,7 @@ class Gradients:
         for weight in weights:
             weight.seen, weight.grad = 0, None
         self._complete.clear()
+        self._usable.clear()
         self._written.clear()
         self._arrived.clear()
         self._norms.clear()
@@ -136,6 +139,7 @@ class Gradients:
         # A gradient that came after clipping would be scaled with the sums, whose norm has not counted it.
         if which != "settling":
             self.clipping.check_more()
+            self._takers = self._program.takers[which]
         self._which, self._completing = which, last
         for table in self._tables.values():
             table.begin()
@@ -174,51 +178,28 @@ class Gradients:
                 raise limits.SET_GRADIENT.error(f"{weight.label} has a gradient before the backward")
         self._expected = {weight.index for weight in weights}
 
-    def _collect_index(self, index: int) -> None:
-        weight = self._weights[index]
-        if index not in self._expected or index in self._touched:
-            weight.param.grad = None
-            raise limits.OUTSIDE_USE.error(f"the loss uses {weight.label} outside its block")
-        self._collect(weight)
-
-    def _collect(self, weight: Weight) -> None:
-        grad = weight.param.grad
-        assert grad is not None
-        # Without this, autograd would add the next gradient to it, and keep it on the device until then.
-        weight.param.grad = None
-        self._touched.add(weight.index)
-        # A tied weight has a graph per block, and each fires the hook: an update at the first would use half of its
-        # gradient.
-        table = self._tables.get(weight.index)
-        if table is not None and table.halfway:
-            table.take(grad)
-        else:
-            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
-        del grad
-        weight.seen += 1
-        if weight.seen == weight.uses:
-            self._completed(weight)
-
     def _completed(self, weight: Weight) -> None:
         """Give a complete gradient to the op that takes it."""
         grad, weight.grad, weight.seen = weight.grad, None, 0
         if weight.index in self._tables:
             self._complete[self._tables[weight.index].sends.id].append((weight, None))
             return
-        op = self._program.takers[self._which][weight.index]
+        op = self._takers[weight.index]
         if grad is None:
             # No gradient in this micro-batch, but sums of others that are waiting for the update.
-            if op.updates and _filled(weight):
-                self._complete[op.id].append((weight, None))
+            if op.kind == "update" and _filled(weight):
+                self._usable[op.id].append((weight, None))
             return
         if self.square_sums is not None and self._which == "updating" and not _filled(weight) and not self.arrivals:
             self.square_sums.append(square_sum(grad))
-        if op.writes_gradients:
+        if op.id in self._program.used_on_device:
+            self._usable[op.id].append((weight, grad))
+            if grad.nbytes >= COLLECTED_BELOW:
+                self._use_on_device()  # at once, so that the memory of a large gradient is free again
+        elif op.lane == "compute":
             self._write_out(weight, grad)
-            return
-        self._complete[op.id].append((weight, grad))
-        if op.uses_gradients and grad.nbytes >= COLLECTED_BELOW:
-            self.use_on_device()  # at once, so that the memory of a large gradient is free again
+        else:
+            self._complete[op.id].append((weight, grad))
 
     def end_block(self, weights: Sequence[Weight]) -> None:
         """Count the uses that gave no gradient, and use what is left of the block on the device."""
@@ -228,59 +209,61 @@ class Gradients:
                 if weight.seen == weight.uses:
                     self._completed(weight)
         self._touched.clear()
-        self._expected.clear()
-        self.use_on_device()
+        self._expected = set()
+        if self._usable:
+            self._use_on_device()
 
     def end_backward_of(self, block: int) -> None:
         """A block's backward has ended, in all its parts: gradients of the last one for tables are complete."""
         for index, op in self._program.of_last_block[self._which].items() if block == self._last else ():
             self._complete[op].append((self._weights[index], self._tables[index].end_last_block()))
 
-    def use_on_device(self) -> None:
+    def _use_on_device(self) -> None:
         """Add up, or update with, every complete gradient that is used on the device."""
-        updates = [op for op in self._complete if op not in self._slots.of and op not in self._slots.beginning]
-        items = [item for op in updates for item in self._complete.pop(op)]
-        if not items:
-            return
+        items = [item for taken in self._usable.values() for item in taken]
+        self._usable.clear()
         weights = [weight for weight, _ in items]
-        totals = [weight.total for weight in weights if weight.total is not None]
-        updating = self._which == "updating"
-        used = [p for w in weights for p in (w.group, w.states.group) if p is not None] if updating else []
-        sums = list(dict.fromkeys(total.group for total in totals))
         # Everything that is written, at once: one wait of the compute lane instead of one per tensor.
-        groups = list(dict.fromkeys([*used, *sums]))
-        self._take(groups)
-        grads = [self._added(weight, grad) for weight, grad in items]
+        groups = self._take(weights, updating=self._which == "updating")
+        # A weight without a sum, mostly, whose gradient is all there is.
+        grads = [grad if grad is not None and w.total is None else self._added(w, grad) for w, grad in items]
         del items  # what has been added up is free
-        if not updating:
-            for group in groups:
-                group.changed_on_device()
-            if self._completing:
-                for total, norm in zip(totals, norms(grads), strict=True):
-                    total.fill(norm)
+        if self._which == "updating":
+            self._update_on_device(weights, grads, groups)
             return
-        self._update_on_device(weights, grads, groups)
+        for group in groups:
+            group.changed_on_device()
+        if self._completing:
+            totals = [weight.total for weight in weights if weight.total is not None]
+            for total, norm in zip(totals, norms(grads), strict=True):
+                total.fill(norm)
 
     def settle_on_device(self, weights: Sequence[Weight]) -> None:
         """Update those of ``weights`` on the device that have gradients: the sums are all there is."""
         weights = [weight for weight in weights if _filled(weight)]
         if not weights:
             return
-        totals = [weight.total for weight in weights if weight.total is not None]
-        used = [p for w in weights for p in (w.group, w.states.group) if p is not None]
-        groups = list(dict.fromkeys([*used, *(total.group for total in totals)]))
-        self._take(groups)
-        sums = [total.view for total in totals if total.view is not None]
+        groups = self._take(weights, updating=True)
+        sums = [total.view for weight in weights if (total := weight.total) is not None and total.view is not None]
         if self.square_sums is not None:
             self.square_sums += map(square_sum, sums)
         self._update_on_device(weights, sums, groups)
 
-    def _take(self, groups: Sequence[LiveGroup]) -> None:
-        """Order the compute lane after the copies that bring ``groups``, which it will write."""
+    def _take(self, weights: Sequence[Weight], *, updating: bool) -> dict[LiveGroup, None]:
+        """Order the compute lane after the copies that bring what it will write of ``weights``; return that."""
+        groups: dict[LiveGroup, None] = {}
+        for weight in weights if updating else ():
+            groups[weight.group] = None
+            if weight.states.group is not None:
+                groups[weight.states.group] = None
+        for weight in weights:
+            if weight.total is not None:
+                groups[weight.total.group] = None
         present = [group for group in groups if group.buffer is not None]
         needed_by_compute(self.device, present, by="an update", write=True)
+        return groups
 
-    def _update_on_device(self, weights: Sequence[Weight], grads: list[Tensor], groups: Sequence[LiveGroup]) -> None:
+    def _update_on_device(self, weights: Sequence[Weight], grads: list[Tensor], groups: Iterable[LiveGroup]) -> None:
         """Update ``weights``, whose ``groups`` are there, and use the sums up."""
         edit = self.clipping.edit()
         if edit is not None:
@@ -399,7 +382,7 @@ class Gradients:
         """
         theirs = [w for w in weights if self.common is not None and self.common.theirs(w)]
         mine = [w for w in weights if w not in theirs]
-        grads = [self._used(w) for w in mine]
+        grads = [self._host_grads[w.index] if w.total is None else self._used(w) for w in mine]
         self.updates.leave_to_others(theirs)
         self.updated += len(weights)
         task.groups += [w.group for w in mine]
@@ -466,7 +449,30 @@ def _filled(weight: Weight) -> bool:
     return weight.total is not None and weight.total.filled
 
 
-def _call(method: WeakMethod[Any], index: int, param: Tensor) -> None:
-    collect = method()
-    if collect is not None:
-        collect(index)
+def _collect(gradients: ref[Gradients], index: int, param: Tensor) -> None:
+    """Take what a block's backward has found for a weight.
+
+    Raises:
+        UnsupportedError: if no block's backward is to give it one.
+    """
+    collector = gradients()
+    if collector is None:
+        return
+    weight, touched = collector._weights[index], collector._touched
+    # Without this, autograd would add the next gradient to it, and keep it on the device until then.
+    grad, param.grad = param.grad, None
+    assert grad is not None
+    if index not in collector._expected or index in touched:
+        raise limits.OUTSIDE_USE.error(f"the loss uses {weight.label} outside its block")
+    touched.add(index)
+    # A tied weight has a graph per block, and each fires the hook: an update at the first would use half of its
+    # gradient.
+    table = collector._tables.get(index)
+    if table is not None and table.halfway:
+        table.take(grad)
+    else:
+        weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+    del grad
+    weight.seen += 1
+    if weight.seen == weight.uses:
+        collector._completed(weight)

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from operator import attrgetter, is_
 from types import NoneType
 from typing import Any
@@ -183,6 +184,8 @@ class Updates:
         # through an old one would use the learning rate from before.
         self._group_of: dict[nn.Parameter, int] = {}
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        self._indexed: list[list[int]] = []
+        """By group: the identities of its parameters, as they were indexed."""
         self.generation = 0
         """Counts up when tensors of the optimizer's state are made or replaced, or given other memory."""
         self.states_move = False
@@ -220,7 +223,10 @@ class Updates:
 
     def index_groups(self) -> None:
         """Learn which group each parameter is in; call when groups may have been added."""
-        self._places = places_of(self.optimizer)
+        members = [[*map(id, group["params"])] for group in self.optimizer.param_groups]
+        if members == self._indexed:
+            return
+        self._indexed, self._places = members, places_of(self.optimizer)
         self._group_of = {param: group for param, (group, _) in self._places.items()}
 
     @property
@@ -286,7 +292,7 @@ class Updates:
             place: ``"host"`` or ``"device"``, where parameter, gradient and states are.
             grads: one gradient per weight, at that place.
         """
-        self._updated.update(weight.index for weight in weights)
+        self._updated.update([weight.index for weight in weights])
         if place == "host":
             self._bring_scalars_home(weights)
         update = self._by_function(weights, place, grads) or self._by_step(weights, place, grads)
@@ -321,31 +327,29 @@ class Updates:
         return update
 
     def _on_host(self, weights: Sequence[Weight], update: Update) -> None:
-        for weight in weights:
-            self.snapshots.changing((weight.host, *tensors_of(self.state(weight)).values()))
+        held = ((weight.host, *tensors_of(self.state(weight)).values()) for weight in weights)
+        self.snapshots.changing(chain.from_iterable(held))  # which looks at none while there is no snapshot
         update()
 
     def _by_function(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None] | None:
         """Return a function that updates ``weights`` without a sub-optimizer; None if only ``step`` can."""
         groups: defaultdict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = defaultdict(lambda: ([], [], []))
+        known = self.optimizer.state
         for weight, grad in zip(weights, grads, strict=True):
             params, gradients, states = groups[self._group_of[weight.param]]
-            data = weight.home if place == "host" else weight.view
-            assert data is not None
-            params.append(data)
+            state = known.get(weight.param, {}) if weight.common_states is None else weight.common_states
+            if place == "host":
+                params.append(weight.host if weight.common is None else weight.common)
+                states.append(state)
+            else:
+                assert weight.view is not None
+                params.append(weight.view)
+                states.append(state | weight.states.view)
             gradients.append(grad)
-            state = self._updated_state(weight)
-            states.append(state if place == "host" else state | weight.states.on_device)
         updates = [functional_update(self.optimizer, self._live(index), *lists) for index, lists in groups.items()]
-        if any(update is None for update in updates):
+        if None in updates:
             return None
-
-        def run() -> None:
-            for update in updates:
-                assert update is not None
-                update()
-
-        return run
+        return updates[0] if len(updates) == 1 else partial(_one_by_one, updates)
 
     def _by_step(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
         """Return a function that has a sub-optimizer update ``weights``."""
@@ -399,11 +403,11 @@ class Updates:
 
     def update_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
         """Update ``weights`` in their device copies now, states included; the caller has waited for all of them."""
-        self._updated.update(weight.index for weight in weights)
+        self._updated.update([weight.index for weight in weights])
         for weight in weights:
             states = weight.states
-            if states.group is not None and not states.unchanged(self.state(weight)):
-                self.generation += states.refresh(self.state(weight))
+            if states.group is not None and not states.unchanged(state := self.state(weight)):
+                self.generation += states.refresh(state)
         update = self._by_function(weights, "device", grads)
         if update is None:
             self._step_on_device(weights, grads)
@@ -449,6 +453,11 @@ class Updates:
         """Move step counters back to the host: another plan had these weights updated on the device."""
         for weight in weights:
             state = self.state(weight)
+            for value in state.values():
+                if type(value) is not Tensor or not value.is_cpu:
+                    break
+            else:  # mostly
+                continue
             for place, value in tensors_of(state).items():
                 if value.numel() == 1 and value.device.type != "cpu":
                     put(state, place, value.cpu())
@@ -497,6 +506,12 @@ class Updates:
             forget_step_hooks(sub)
             self._subs[key] = sub
         return sub
+
+
+def _one_by_one(updates: Iterable[Update | None]) -> None:
+    for update in updates:
+        assert update is not None
+        update()
 
 
 def _with_own_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:

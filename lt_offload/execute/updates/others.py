@@ -29,7 +29,7 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.memory.common import UPDATE, Common, check_alike, contents
 from lt_offload.execute.memory.host_task import HostTask
-from lt_offload.execute.memory.live_group import LiveGroup, distinct
+from lt_offload.execute.memory.live_group import LiveGroup, complete_on_host, distinct
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight, add_in_order
 from lt_offload.schema.plan import Op
@@ -228,7 +228,7 @@ class SumsOfAll:
         buffers = [group.buffer for group in here if group.buffer is not None]
         self._device.wait(*distinct(group.device_ready for group in here), writes=buffers)
         at_home = [group for group in groups if group.buffer is None]
-        self._device.synchronize(*distinct(group.host_ready for group in at_home))
+        self._device.synchronize(*complete_on_host(at_home))
         for group in at_home:
             group.awaited_on_host()
 

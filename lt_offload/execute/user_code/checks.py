@@ -108,7 +108,7 @@ class InstalledSetup:
 
     def __init__(self, weights: Sequence[Weight], updates: Updates | None, hooks: UserHooks) -> None:
         self.hooks, self._updates = hooks, updates
-        self._members = updates.members if updates is not None else set()
+        self._members = set(map(id, updates.members)) if updates is not None else set()
         self._weights = [(w, w.param, w.param.requires_grad, address_of(w.param)) for w in weights]
         """With the address of what hooks of gradients are attached to: other tensors may be put into a parameter."""
         hooks.let_in()
@@ -144,7 +144,7 @@ class InstalledSetup:
         if optimizer is not None and optimizer is not self._updates.optimizer:
             return "another optimizer is in use"
         groups = self._updates.optimizer.param_groups
-        if {param for group in groups for param in group["params"]} != self._members:
+        if {id(param) for group in groups for param in group["params"]} != self._members:
             return "parameters were added to the optimizer or removed from it"
         return None
 

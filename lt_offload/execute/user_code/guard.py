@@ -316,11 +316,12 @@ class Guard:
 
     def _replaced_states(self) -> Iterator[LiveGroup]:
         """Yield what is on the device of states that the optimizer does not hold any more."""
-        for weight in self._weights if self._updates is not None else ():
+        held = self._updates.optimizer.state if self._updates is not None else {}
+        for weight in self._weights:
             states = weight.states
             if states.known and states.group is not None and states.group.buffer is not None:
-                assert self._updates is not None
-                if not states.present(self._updates.state(weight)):
+                state = held.get(weight.param, {})
+                if not (states.unchanged(state) or states.present(state)):
                     yield states.group
 
     def _learn_states(self) -> None:

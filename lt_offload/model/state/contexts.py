@@ -30,8 +30,8 @@ _LIBRARIES = ("torch", "lt_offload")
 class Ambient(NamedTuple):
     """The contexts around a call."""
 
-    casts: tuple[tuple[str, bool, torch.dtype], ...]
-    """Autocast per kind of device: whether it is on, and its dtype."""
+    casts: tuple[tuple[str, bool, torch.dtype], tuple[str, bool, torch.dtype]]
+    """Autocast on the host and on CUDA: whether it is on, and its dtype."""
     caches_casts: bool
     """True if autocast casts a weight once, however often it is used: its gradients are then added up in the low
     precision, so that this is a matter of bits."""
@@ -45,7 +45,7 @@ class Ambient(NamedTuple):
     @property
     def autocasts(self) -> bool:
         """True if operations choose their own precision."""
-        return any(enabled for _, enabled, _ in self.casts)
+        return self.casts[0][1] or self.casts[1][1]
 
 
 def ambient() -> Ambient:
@@ -60,12 +60,14 @@ def ambient() -> Ambient:
                 modes.append(mode)
     if dispatch_modes():
         modes += all_dispatch_modes()
+    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    names = [type(m).__qualname__ for m in modes if type(m).__module__.partition(".")[0] not in _LIBRARIES]
     return Ambient(
-        tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        (("cpu", enabled("cpu"), dtype("cpu")), ("cuda", enabled("cuda"), dtype("cuda"))),
         torch.is_autocast_cache_enabled(),
-        tuple([read() for read, _ in _SWITCHES]),
+        (*[read() for read, _ in _SWITCHES],),
         device,
-        tuple(type(mode).__qualname__ for mode in modes if type(mode).__module__.partition(".")[0] not in _LIBRARIES),
+        (*names,),
     )
 
 

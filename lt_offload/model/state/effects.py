@@ -9,10 +9,11 @@ call (``torch.autocast``) that of ``contexts.py``.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -128,7 +129,8 @@ class Rest:
 
     def restored(self) -> AbstractContextManager[None]:
         """Enclose another run, that sees the state as it was then; afterwards it is as it is now."""
-        return _restored([(part, before) for part, before in self._items if part.differs(before, False)])
+        changed = [(part, before) for part, before in self._items if part.differs(before, False)]
+        return _restored(changed) if changed else nullcontext()
 
 
 class Snapshot:
@@ -163,7 +165,7 @@ class Snapshot:
     @contextmanager
     def restored(self, *, graph: bool = False) -> Iterator[None]:
         """Enclose a run, perhaps with a graph, that sees the state as it was before; afterwards it is as it is now."""
-        with self.rest.restored(), _restored(self.items):
+        with self.rest.restored(), _restored(self.items) if self.items else nullcontext():
             yield
             if graph:
                 graded: dict[Owner, bool] = {}
@@ -234,32 +236,74 @@ class _Part:
         yield from ()
 
 
+_PLAIN_DICTS = (dict, OrderedDict)
+
+
+class _SavedAttributes:
+    """The attributes of modules and the contents of what they hold, as they were."""
+
+    def __init__(self, modules: list[dict[str, Any]]) -> None:
+        self.own = [_own(now) for now in modules]
+        self.contents = _contents(value for own in self.own for name, value in own.items() if name not in _BOOKKEEPING)
+        held = [place for place, _ in self.contents]
+        self._dicts = [*modules, *(place for place in held if type(place) in _PLAIN_DICTS)]
+        self._lists = [place for place in held if type(place) is list]
+        self._others = [pair for pair in self.contents if type(pair[0]) not in (*_PLAIN_DICTS, list)]
+        self.holds_tensors = any(isinstance(value, Tensor) for value in self._all())
+        # Not the objects: those that count are held above, and others may refer to whoever has this.
+        self._sizes, self._objects = self._found()
+
+    def _all(self) -> Iterator[Any]:
+        """Return the keys, values and items of all dictionaries and lists, keys in the dictionary's own order."""
+        return chain.from_iterable(chain(self._dicts, map(dict.values, self._dicts), self._lists))
+
+    def _found(self) -> tuple[list[int], list[int]]:
+        """Return the sizes of all dictionaries and lists, and the identities of what is in them.
+
+        In C: a plan that recomputes asks several times for every block, and there are a hundred of them in a block.
+        """
+        return [*map(len, self._dicts), *map(len, self._lists)], [*map(id, self._all())]
+
+    def unchanged(self) -> bool:
+        """Return whether the very same objects are there now, under the same names."""
+        return (self._sizes, self._objects) == self._found() and all(unchanged(*pair) for pair in self._others)
+
+
 class _Attributes(_Part):
     """The attributes of modules: which objects they are, and what containers and objects of settings below hold."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = [vars(module) for module in modules]
+        self._last: _SavedAttributes | None = None
+        """As they were the last time, if that keeps no tensor alive."""
 
-    def save(self) -> tuple[list[dict[str, Any]], _Contents]:
-        before = [_own(now) for now in self._modules]
-        return before, _contents(value for own in before for name, value in own.items() if name not in _BOOKKEEPING)
+    def save(self) -> _SavedAttributes:
+        if self._last is not None and self._last.unchanged():
+            return self._last
+        saved = _SavedAttributes(self._modules)
+        self._last = None if saved.holds_tensors else saved
+        return saved
 
-    def differs(self, before: tuple[list[dict[str, Any]], _Contents], closely: bool) -> bool:
-        pairs = zip(self._modules, before[0], strict=True)
-        return not (all(_same(_own(now), own) for now, own in pairs) and all(unchanged(*pair) for pair in before[1]))
+    def differs(self, before: _SavedAttributes, closely: bool) -> bool:
+        if before.unchanged():
+            return False
+        # Names may be equal without being the same, and there are attributes that no run changes.
+        pairs = zip(self._modules, before.own, strict=True)
+        own = all(_same(_own(now), known) for now, known in pairs)
+        return not (own and all(unchanged(*pair) for pair in before.contents))
 
-    def restore(self, before: tuple[list[dict[str, Any]], _Contents], clones: _Clones) -> None:
-        for now, own in zip(self._modules, before[0], strict=True):
+    def restore(self, before: _SavedAttributes, clones: _Clones) -> None:
+        for now, own in zip(self._modules, before.own, strict=True):
             for name in [name for name in now if name not in _INTERNAL and name not in own]:
                 del now[name]
             now.update(own)
-        for pair in before[1]:
+        for pair in before.contents:
             if not unchanged(*pair):
                 write(*pair)
 
-    def locations(self, before: tuple[list[dict[str, Any]], _Contents]) -> Iterator[Location]:
-        known = {id(value) for own in before[0] for value in own.values()}
-        known |= {id(item) for _, contents in before[1] for item in contents[-1]}
+    def locations(self, before: _SavedAttributes) -> Iterator[Location]:
+        known = {id(value) for own in before.own for value in own.values()}
+        known |= {id(item) for _, contents in before.contents for item in contents[-1]}
         for now in self._modules:
             for name, value in _own(now).items():
                 if id(value) not in known and _has_numbers(value):

@@ -35,10 +35,11 @@ class InnerHooks:
         if self._hooks:
             # Torch calls hooks of every module for those inside a block, too.
             self._hooks += [("every module", hooks) for hooks in GLOBAL_FORWARD_HOOKS]
+        self._held = [hooks for _, hooks in self._hooks]
 
     def find(self) -> str | None:
         """Return a hook of the user's own and where it is, as errors name it; None if there is none."""
-        for path, hooks in self._hooks:
+        for path, hooks in self._hooks if any(self._held) else ():
             for hook in hooks.values():
                 if _home(hook).partition(".")[0] not in _LIBRARIES:
                     hook = _plain(hook)

@@ -61,7 +61,7 @@ def test_tensors_come_back_as_they_were(device: HostileDevice, own: bool) -> Non
         tensors = saved()
         offloader, moved = travel(device, pool, tensors)
         for each, (name, tensor) in zip(moved, tensors.items(), strict=True):
-            back = each.restore() if own else each.unpack()
+            back = each.restore() if own else each()
             assert back.data_ptr() != tensor.data_ptr()
             assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
             assert torch.equal(back, tensor), name
@@ -80,7 +80,7 @@ def test_memory_is_let_go_of_when_its_copy_is_over(device: HostileDevice) -> Non
         tensors[name].zero_()
     offloader.fetch(2)
     for each, (name, tensor) in zip(moved, expected.items(), strict=True):
-        assert torch.equal(each.unpack(), tensor), name
+        assert torch.equal(each(), tensor), name
     offloader.close()
 
 
@@ -91,7 +91,7 @@ def test_host_memory_is_taken_over_when_the_copies_of_who_had_it_are_over(device
     tensors = saved()
     _, moved = travel(device, pool, tensors)
     for each, (name, tensor) in zip(moved, tensors.items(), strict=True):
-        assert torch.equal(each.unpack(), tensor), name
+        assert torch.equal(each(), tensor), name
     assert pool.nbytes == 4096
 
 

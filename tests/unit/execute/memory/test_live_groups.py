@@ -94,7 +94,7 @@ def test_states_travel_as_they_are_and_none_grows_beyond_its_room(device: Hostil
     event = Transfer(device, [group], label="fetch").fetch()
     assert event is not None
     device.wait(event)
-    assert {name: torch.equal(view, before[name]) for name, view in weight.states.on_device.items()} == {
+    assert {name: torch.equal(view, before[name]) for name, view in weight.states.view.items()} == {
         "m": True,
         "v": True,
     }
