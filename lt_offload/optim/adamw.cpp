@@ -82,7 +82,7 @@ struct Run {
     // Update both moments.
     static void advance(Floats weight, Floats grad, Floats& first, Floats& second, const Options& o) {
         Floats g = grad * o.scale;
-        if (o.decay != 0.0f) g = round(fma(weight, round(all(o.decay)), g));
+        if (o.decay != 0.0f) g = fma(weight, all(o.decay), g);
         // Interpolation from the nearer end, as torch.lerp does it.
         const bool small = std::fabs(o.weight1) < 0.5f;
         first = round(fma(all(small ? o.weight1 : o.weight1 - 1.0f), g - first, small ? first : g));
@@ -90,13 +90,13 @@ struct Run {
     }
 
     static Floats step(Floats weight, Floats first, Floats root, const Options& o, const Step& s, float inverse) {
-        const Floats above = s.negative_size * first, correction = all(s.correction);
+        const Floats above = s.negative_size * first, correction = all(s.correction), eps = round(all(o.eps));
         weight = round(weight * o.keep);
         if (inverse != 0.0f) {
-            const Floats below = round(round(quotient(round(root), correction, all(inverse))) + o.eps);
+            const Floats below = round(round(quotient(round(root), correction, all(inverse))) + eps);
             if (corrects(above, below)) return weight + quotient(above, below, reciprocal(below));
         }
-        return weight + above / round(round(round(root) / correction) + o.eps);
+        return weight + above / round(round(round(root) / correction) + eps);
     }
 
     static void run(int64_t n, typename Weight::Stored* weight, typename Grad::Stored* low,
