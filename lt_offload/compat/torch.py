@@ -100,6 +100,8 @@ grouped_by_device_and_dtype: Any = torch.utils._foreach_utils._group_tensors_by_
 """The order in which ``get_total_norm`` takes dtypes, for the same bits of a norm whose parts are known."""
 fused_adamw_: Any = torch._fused_adamw_
 """The kernel of ``torch.optim.AdamW(fused=True)``: updates on the host run it for the same bits."""
+LIBRARY: str = torch._C.__file__
+"""The library by which torch's own are loaded."""
 log_softmax_backward: Callable[..., torch.Tensor] = torch._log_softmax_backward_data
 """The backward of ``log_softmax``, for the same bits in losses that are computed a few tokens at a time."""
 FOREACH_COPY: Any = _aten._foreach_copy_.default

@@ -1,24 +1,28 @@
 // One pass of AdamW over memory: gradients in, weights and moments out. Knows arrays of numbers and threads, no tensors.
-// Moments are fp32, bfloat16, or bytes in blocks with a scale each; those that are not fp32 are for a block at a time.
+// Each operand has a type of its own (vectors.h); moments in bytes, in blocks with a scale each, are fp32 while a block
+// is updated. Arithmetic is fp32.
 //
-// Every rounding is that of torch's fused CPU kernel, so that it does not matter which of the two runs: products and
-// sums are contracted where std::fma says so and nowhere else (compile with -ffp-contract=off). The loops are left to
-// the compiler's vectorizer; memory is the bottleneck, so nothing more elaborate is faster.
+// Every rounding is that of torch on this processor, so that it does not matter which of the two runs: products and
+// sums are contracted where fma says so and nowhere else (compile with -ffp-contract=off). Torch's fused kernel rounds
+// what it stores. Its plain form is one operation after the other, each of which rounds to what the tensors hold; and
+// of fp32 it takes roots with a library, which does not round them to the nearest.
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "blockwise.h"
 
 namespace {
 
+using namespace vectors;
+
 constexpr int64_t kTile = 16384;  // elements that a thread takes at a time: half a megabyte of traffic
+constexpr int64_t kAhead = 2048;  // bytes that memory is asked for early; of arrays of several types it would come late
+constexpr int64_t kBlock = blockwise::kBlock;
 
 struct Options {
-    float keep;           // 1 - lr * weight_decay
+    float keep;           // 1 - lr * weight_decay; 1 where that is not decoupled
+    float decay;          // weight_decay where that is not decoupled, else 0
     float weight1;        // 1 - beta1
     float beta2;
     float weight2;        // 1 - beta2
@@ -35,136 +39,181 @@ struct Step {
 };
 
 struct Arrays {
-    void* low;            // bfloat16 weights; null: there are none, the gradient is fp32
+    void* weight;         // what is updated
+    void* low;            // what follows it, in the type of the gradient; null: nothing does
     const void* grad;
-    float* weight;        // fp32 weights, which those in bfloat16 follow; null: there are none, noise rounds
     void* exp_avg;
     void* exp_avg_sq;
     float* scale;         // of the blocks of exp_avg, where it has bytes
     float* scale_sq;
 };
 
-inline float wide(uint16_t value) {
-    const uint32_t bits = static_cast<uint32_t>(value) << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
-}
+enum class Type : int { kFull, kBrain, kHalf };
+enum class Moments : int { kFull, kNoisy, kBytes, kOwn };     // fp32, bfloat16 with noise, bytes, and as the weight
+enum class Way : int { kOnce, kMasters, kNoise, kEach };      // kEach: every operation is rounded
 
-inline float wide(float value) { return value; }
+using Root = void (*)(int64_t n, const float* from, float* to, int64_t mode);
+using Limit = int (*)(int threads);
 
-// Round to nearest, ties to even.
-inline uint16_t narrow(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (bits & 0x7fffffffu) > 0x7f800000u ? uint16_t{0x7fc0} : static_cast<uint16_t>(rounded);
-}
-
-// Up or down, by noise that is a hash of the element's number: see stochastic() in plain.py.
-inline uint16_t narrow(float value, uint32_t number, uint32_t seed) {
-    uint32_t noise = number * 0x9e3779b9u + seed;
-    noise = (noise ^ (noise >> 16)) * 0x7feb352du;
-    noise = (noise ^ (noise >> 15)) * 0x846ca68bu;
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + (noise >> 16)) >> 16;
-    return (bits & 0x7fffffffu) > 0x7f800000u ? uint16_t{0x7fc0} : static_cast<uint16_t>(rounded);
-}
-
-enum class Kind { kFull, kMasters, kNoise };
-enum class Moments : int { kFull, kHalf, kBytes };
-
-template <Kind kKind, bool kSmall, typename Grad>
-void run(int64_t n, uint16_t* __restrict low, const Grad* __restrict grad, float* __restrict weight,
-         float* __restrict exp_avg, float* __restrict exp_avg_sq, const Options o, const Step s,
-         const uint32_t first) {
-    for (int64_t i = 0; i < n; ++i) {
-        const float g = wide(grad[i]) * o.scale;
-        const float m0 = exp_avg[i];
-        // Interpolation from the nearer end, as torch.lerp does it.
-        const float m = kSmall ? std::fma(o.weight1, g - m0, m0) : std::fma(o.weight1 - 1.0f, g - m0, g);
-        const float v = std::fma(o.weight2 * g, g, exp_avg_sq[i] * o.beta2);
-        const float w0 = kKind == Kind::kNoise ? wide(low[i]) : weight[i];
-        const float w = w0 * o.keep + s.negative_size * m / (std::sqrt(v) / s.correction + o.eps);
-        exp_avg[i] = m;
-        exp_avg_sq[i] = v;
-        if constexpr (kKind != Kind::kNoise) weight[i] = w;
-        if constexpr (kKind == Kind::kMasters) low[i] = narrow(w);
-        if constexpr (kKind == Kind::kNoise) low[i] = narrow(w, first + static_cast<uint32_t>(i), s.seed);
-    }
-}
-
-// A block of moments that are not kept in fp32: they are so here, between two runs over a few kilobytes in the cache.
-struct Block {
-    alignas(64) float exp_avg[blockwise::kBlock];
-    alignas(64) float exp_avg_sq[blockwise::kBlock];
+struct Common {
+    Options options;
+    const blockwise::Maps* maps;
+    Root root;            // that of the library, for fp32 where each operation is rounded; null: the processor's
+    Limit limit;          // sets the threads of the library for the thread that calls it, and returns what was set
+    int64_t mode;         // of the library
+    int64_t corrects;     // not 0: divide by products that are corrected
 };
 
-void widen(int64_t n, const uint16_t* __restrict from, float* __restrict to) {
-    for (int64_t i = 0; i < n; ++i) to[i] = wide(from[i]);
+// The last elements of an array, in vectors of their own.
+template <typename Stored>
+struct Padded {
+    Stored numbers[kLanes] = {};
+    Stored* home;
+    int64_t n;
+    Padded(Stored* from, int64_t count) : home(from), n(count) {
+        if (home) std::memcpy(numbers, home, n * sizeof(Stored));
+    }
+    ~Padded() {
+        if (home) std::memcpy(home, numbers, n * sizeof(Stored));
+    }
+};
+
+template <typename... Stored>
+inline void ask(const Stored*... arrays) {
+    (__builtin_prefetch(reinterpret_cast<const char*>(arrays) + kAhead), ...);
 }
 
-template <Kind kKind, bool kSmall, Moments kMoments, typename Grad>
-void run(int64_t begin, int64_t n, const Arrays& a, const Options& o, const Step& s, const blockwise::Maps& maps) {
-    auto* low = static_cast<uint16_t*>(a.low);
-    const auto* grad = static_cast<const Grad*>(a.grad);
-    constexpr int64_t kBlock = blockwise::kBlock;
-    if constexpr (kMoments == Moments::kFull) {
-        run<kKind, kSmall>(n, low ? low + begin : nullptr, grad + begin, a.weight ? a.weight + begin : nullptr,
-                           static_cast<float*>(a.exp_avg) + begin, static_cast<float*>(a.exp_avg_sq) + begin, o, s,
-                           s.first + static_cast<uint32_t>(begin));
-        return;
+template <typename Weight, typename Grad, typename First, typename Second, bool kLow, bool kEach>
+struct Run {
+    static Floats round(Floats value) { return kEach ? Weight::round(value) : value; }
+
+    // Update both moments.
+    static void advance(Floats weight, Floats grad, Floats& first, Floats& second, const Options& o) {
+        Floats g = grad * o.scale;
+        if (o.decay != 0.0f) g = fma(weight, all(o.decay), g);
+        // Interpolation from the nearer end, as torch.lerp does it.
+        const bool small = std::fabs(o.weight1) < 0.5f;
+        first = round(fma(all(small ? o.weight1 : o.weight1 - 1.0f), g - first, small ? first : g));
+        second = round(fma(o.weight2 * g, g, round(second * o.beta2)));
     }
-    Block block;
+
+    static Floats step(Floats weight, Floats first, Floats root, const Options& o, const Step& s, float inverse) {
+        const Floats above = s.negative_size * first, correction = all(s.correction), eps = round(all(o.eps));
+        weight = round(weight * o.keep);
+        if (inverse != 0.0f) {
+            const Floats below = round(round(quotient(round(root), correction, all(inverse))) + eps);
+            if (corrects(above, below)) return weight + quotient(above, below, reciprocal(below));
+        }
+        return weight + above / round(round(round(root) / correction) + eps);
+    }
+
+    static void run(int64_t n, typename Weight::Stored* weight, typename Grad::Stored* low,
+                    const typename Grad::Stored* grad, typename First::Stored* exp_avg,
+                    typename Second::Stored* exp_avg_sq, const Step s, uint32_t number, const Common& common) {
+        const Noise noise{s.seed, number}, moment_noise{s.moment_seed, number};
+        const Options o = common.options;
+        const float inverse = common.corrects ? 1.0f / s.correction : 0.0f;
+        if (kEach && sizeof(typename Weight::Stored) == sizeof(float) && common.root) {
+            alignas(64) float roots[kBlock];
+            const int before = common.limit(1);
+            for (int64_t begin = 0; begin < n; begin += kBlock) {
+                const int64_t end = std::min(n, begin + kBlock);
+                for (int64_t i = begin; i < end; i += kLanes) {
+                    Floats first = First::load(exp_avg + i), second = Second::load(exp_avg_sq + i);
+                    advance(Weight::load(weight + i), Grad::load(grad + i), first, second, o);
+                    First::store(exp_avg + i, first, noise, i);
+                    Second::store(exp_avg_sq + i, second, noise, i);
+                    std::memcpy(roots + (i - begin), &second, sizeof second);
+                }
+                common.root(end - begin, roots, roots, common.mode);
+                for (int64_t i = begin; i < end; i += kLanes) {
+                    const Floats root = load<Floats>(roots + (i - begin));
+                    Weight::store(weight + i, step(Weight::load(weight + i), First::load(exp_avg + i), root, o, s,
+                                                     inverse), noise, i);
+                }
+            }
+            common.limit(before);
+            return;
+        }
+        for (int64_t i = 0; i < n; i += kLanes) {
+            ask(weight + i, grad + i, exp_avg + i, exp_avg_sq + i);
+            Floats value = Weight::load(weight + i);
+            Floats first = First::load(exp_avg + i), second = Second::load(exp_avg_sq + i);
+            advance(value, Grad::load(grad + i), first, second, o);
+            value = step(value, first, root(second), o, s, inverse);
+            First::store(exp_avg + i, first, noise, i);
+            Second::store(exp_avg_sq + i, second, moment_noise, i);
+            Weight::store(weight + i, value, noise, i);
+            if constexpr (kLow) Grad::store(low + i, value, noise, i);
+        }
+    }
+
+    // Elements of a tensor.
+    static void of(int64_t begin, int64_t n, const Arrays& a, const Step& s, const Common& common) {
+        auto* weight = static_cast<typename Weight::Stored*>(a.weight) + begin;
+        auto* low = kLow ? static_cast<typename Grad::Stored*>(a.low) + begin : nullptr;
+        auto* grad = static_cast<typename Grad::Stored*>(const_cast<void*>(a.grad)) + begin;
+        auto* exp_avg = static_cast<typename First::Stored*>(a.exp_avg) + begin;
+        auto* exp_avg_sq = static_cast<typename Second::Stored*>(a.exp_avg_sq) + begin;
+        const uint32_t number = s.first + static_cast<uint32_t>(begin);
+        const int64_t rest = n % kLanes, i = n - rest;
+        run(i, weight, low, grad, exp_avg, exp_avg_sq, s, number, common);
+        if (!rest) return;
+        Padded<typename Weight::Stored> last(weight + i, rest);
+        Padded<typename Grad::Stored> last_low(kLow ? low + i : nullptr, rest), last_grad(grad + i, rest);
+        Padded<typename First::Stored> first(exp_avg + i, rest);
+        Padded<typename Second::Stored> second(exp_avg_sq + i, rest);
+        run(kLanes, last.numbers, last_low.numbers, last_grad.numbers, first.numbers, second.numbers, s,
+            number + static_cast<uint32_t>(i), common);
+    }
+};
+
+// Moments in bytes are fp32 here, for a few kilobytes in the cache.
+template <typename Weight, typename Grad, bool kLow>
+void in_blocks(int64_t begin, int64_t n, const Arrays& a, const Step& s, const Common& common) {
+    alignas(64) float exp_avg[kBlock], exp_avg_sq[kBlock];
+    const blockwise::Maps& maps = *common.maps;
     for (int64_t i = begin; i < begin + n; i += kBlock) {
-        const int64_t count = std::min(kBlock, begin + n - i);
         auto* bytes = static_cast<uint8_t*>(a.exp_avg) + i;
         auto* bytes_sq = static_cast<uint8_t*>(a.exp_avg_sq) + i;
-        auto* half = static_cast<uint16_t*>(a.exp_avg) + i;
-        auto* half_sq = static_cast<uint16_t*>(a.exp_avg_sq) + i;
-        const uint32_t first = s.first + static_cast<uint32_t>(i);
-        if constexpr (kMoments == Moments::kHalf) {
-            widen(count, half, block.exp_avg);
-            widen(count, half_sq, block.exp_avg_sq);
-        } else {
-            blockwise::decode<true>(bytes, a.scale[i / kBlock], maps.with_sign, block.exp_avg);
-            blockwise::decode<false>(bytes_sq, a.scale_sq[i / kBlock], maps.without, block.exp_avg_sq);
-        }
-        run<kKind, kSmall>(count, low ? low + i : nullptr, grad + i, a.weight ? a.weight + i : nullptr, block.exp_avg,
-                           block.exp_avg_sq, o, s, first);
-        if constexpr (kMoments == Moments::kHalf) {
-            for (int64_t j = 0; j < count; ++j) half[j] = narrow(block.exp_avg[j]);
-            for (int64_t j = 0; j < count; ++j) {
-                half_sq[j] = narrow(block.exp_avg_sq[j], first + static_cast<uint32_t>(j), s.moment_seed);
-            }
-        } else {
-            a.scale[i / kBlock] = blockwise::encode<true>(block.exp_avg, maps.with_sign, bytes);
-            a.scale_sq[i / kBlock] = blockwise::encode<false>(block.exp_avg_sq, maps.without, bytes_sq);
-        }
+        blockwise::decode<true>(bytes, a.scale[i / kBlock], maps.with_sign, exp_avg);
+        blockwise::decode<false>(bytes_sq, a.scale_sq[i / kBlock], maps.without, exp_avg_sq);
+        Run<Weight, Grad, Full, Full, kLow, false>::run(
+            kBlock, static_cast<typename Weight::Stored*>(a.weight) + i,
+            kLow ? static_cast<typename Grad::Stored*>(a.low) + i : nullptr,
+            static_cast<const typename Grad::Stored*>(a.grad) + i, exp_avg, exp_avg_sq, s,
+            s.first + static_cast<uint32_t>(i), common);
+        a.scale[i / kBlock] = blockwise::encode<true>(exp_avg, maps.with_sign, bytes);
+        a.scale_sq[i / kBlock] = blockwise::encode<false>(exp_avg_sq, maps.without, bytes_sq);
     }
 }
 
-template <Kind kKind, typename Grad>
-void run(int64_t begin, int64_t n, const Arrays& a, const Options& o, const Step& s, Moments moments,
-         const blockwise::Maps& maps) {
-    const bool small = std::fabs(o.weight1) < 0.5f;
-    if (moments == Moments::kFull) {
-        (small ? run<kKind, true, Moments::kFull, Grad> : run<kKind, false, Moments::kFull, Grad>)(begin, n, a, o, s,
-                                                                                                 maps);
-    } else if (moments == Moments::kHalf) {
-        (small ? run<kKind, true, Moments::kHalf, Grad> : run<kKind, false, Moments::kHalf, Grad>)(begin, n, a, o, s,
-                                                                                                 maps);
-    } else {
-        (small ? run<kKind, true, Moments::kBytes, Grad> : run<kKind, false, Moments::kBytes, Grad>)(begin, n, a, o, s,
-                                                                                                   maps);
-    }
+using Update = void (*)(int64_t begin, int64_t n, const Arrays& arrays, const Step& step, const Common& common);
+
+template <typename Weight, typename Grad, bool kLow>
+Update with(Moments moments) {
+    if (moments == Moments::kFull) return Run<Weight, Grad, Full, Full, kLow, false>::of;
+    if (moments == Moments::kNoisy) return Run<Weight, Grad, Rounded, Noisy, kLow, false>::of;
+    return in_blocks<Weight, Grad, kLow>;
+}
+
+template <typename Own>
+Update own(bool each) {
+    return each ? Run<Own, Own, Own, Own, false, true>::of : Run<Own, Own, Own, Own, false, false>::of;
+}
+
+Update chosen(Type type, Moments moments, Way way) {
+    if (way == Way::kMasters) return (type == Type::kBrain ? with<Full, Rounded, true> : with<Full, Half, true>)(moments);
+    if (way == Way::kNoise) return with<Noisy, Brain, false>(moments);
+    if (moments != Moments::kOwn) return with<Full, Full, false>(moments);
+    return (type == Type::kFull ? own<Full> : type == Type::kBrain ? own<Brain> : own<Half>)(way == Way::kEach);
 }
 
 }  // namespace
 
 extern "C" void lt_offload_adamw(int64_t count, const int64_t* sizes, const Arrays* arrays, const Step* steps,
-                                 const Options* options, Moments moments, const blockwise::Maps* maps, int threads) {
+                                 const Common* common, Type type, Moments moments, Way way, int threads) {
+    const Update update = chosen(type, moments, way);
     std::vector<int64_t> ends(count);  // in tiles, over all tensors: small ones share one parallel region
     int64_t tiles = 0;
     for (int64_t i = 0; i < count; ++i) ends[i] = tiles += (sizes[i] + kTile - 1) / kTile;
@@ -172,13 +221,6 @@ extern "C" void lt_offload_adamw(int64_t count, const int64_t* sizes, const Arra
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t i = std::upper_bound(ends.begin(), ends.end(), tile) - ends.begin();
         const int64_t begin = (tile - (i ? ends[i - 1] : 0)) * kTile;
-        const int64_t n = std::min(kTile, sizes[i] - begin);
-        if (!arrays[i].low) {
-            run<Kind::kFull, float>(begin, n, arrays[i], *options, steps[i], moments, *maps);
-        } else if (arrays[i].weight) {
-            run<Kind::kMasters, uint16_t>(begin, n, arrays[i], *options, steps[i], moments, *maps);
-        } else {
-            run<Kind::kNoise, uint16_t>(begin, n, arrays[i], *options, steps[i], moments, *maps);
-        }
+        update(begin, std::min(kTile, sizes[i] - begin), arrays[i], steps[i], *common);
     }
 }

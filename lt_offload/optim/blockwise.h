@@ -1,17 +1,10 @@
 // Bytes to fp32 and back, a block of numbers at a time: the definition is in blockwise.py, and every bit is the same.
-//
-// Written with the vectors of GCC and Clang, as no compiler makes a loop of a look-up in a table of nine numbers; all
-// the rest would be left to them otherwise.
 
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 
-#if defined(__AVX2__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace blockwise {
 
@@ -26,32 +19,7 @@ struct Maps {
     Map with_sign, without;
 };
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#else
-constexpr int kLanes = 8;
-#endif
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-
-template <typename To, typename From>
-inline To bits(From from) {
-    static_assert(sizeof(To) == sizeof(From), "as many bits");
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-
-template <typename Vector>
-inline Vector load(const void* from) {
-    Vector vector;
-    std::memcpy(&vector, from, sizeof vector);
-    return vector;
-}
-
-inline Floats all(float value) { return value - Floats{}; }
-
-inline Ints all(int32_t value) { return value - Ints{}; }
+using namespace vectors;
 
 // Numbers of a table by rung.
 struct Table {
@@ -78,27 +46,15 @@ struct Table {
 #endif
 };
 
-// What compilers do not find by themselves: one instruction each, not two.
-#if defined(__AVX512F__)
-inline Floats within(Floats value, Floats least, Floats most) {
-    return bits<Floats>(_mm512_min_ps(_mm512_max_ps(bits<__m512>(value), bits<__m512>(least)), bits<__m512>(most)));
-}
+// Add one where a size reaches its bound: one instruction, which compilers do not find.
 inline Ints count(Ints rung, Floats size, Floats bound) {
+#if defined(__AVX512F__)
     const __mmask16 reached = _mm512_cmp_ps_mask(bits<__m512>(size), bits<__m512>(bound), _CMP_GE_OQ);
     return bits<Ints>(_mm512_mask_add_epi32(bits<__m512i>(rung), reached, bits<__m512i>(rung), _mm512_set1_epi32(1)));
-}
-#elif defined(__AVX2__)
-inline Floats within(Floats value, Floats least, Floats most) {
-    return bits<Floats>(_mm256_min_ps(_mm256_max_ps(bits<__m256>(value), bits<__m256>(least)), bits<__m256>(most)));
-}
-inline Ints count(Ints rung, Floats size, Floats bound) { return rung - (size >= bound); }
 #else
-inline Floats within(Floats value, Floats least, Floats most) {
-    const Floats enough = value > least ? value : least;
-    return enough < most ? enough : most;
-}
-inline Ints count(Ints rung, Floats size, Floats bound) { return rung - (size >= bound); }
+    return rung - (size >= bound);
 #endif
+}
 
 template <bool kSigned>
 inline void decode(const uint8_t* __restrict from, float scale, const Map& map, float* __restrict to) {

@@ -10,10 +10,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from lt_offload.compat.torch import fused_adamw_
 from lt_offload.optim import blockwise
@@ -64,6 +65,10 @@ class Options:
     maximize: bool = False
     grad_scale: float | Tensor = 1.0
     """Factor on every gradient, applied in the precision of the moments."""
+    decoupled: bool = True
+    """False: weight decay is part of the gradient, as in Adam."""
+    each: bool = False
+    """Every operation is rounded to the dtype of the tensors, as in torch's way without a fused kernel."""
 
     @property
     def scales(self) -> bool:
@@ -77,7 +82,8 @@ class Options:
 
     def correction(self, step: float) -> float:
         """Return what the root of the second moment is divided by."""
-        return math.sqrt(1 - self.beta2**step)
+        square = 1 - self.beta2**step
+        return square**0.5 if self.each else math.sqrt(square)  # as torch does it
 
 
 def tail(entry: Entry, unit: int) -> Entry:
@@ -240,22 +246,18 @@ def _pieces(entry: Entry) -> Iterator[Entry]:
 
 def _fused(entries: Sequence[Entry], options: Options) -> None:
     """Update ``param`` itself, and no other; the entries are on one device."""
+    params, grads = [entry.param for entry in entries], [entry.grad for entry in entries]
+    exp_avgs, exp_avg_sqs = [entry.exp_avg for entry in entries], [entry.exp_avg_sq for entry in entries]
+    common: dict[str, Any] = {name: getattr(options, name) for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+    common |= {"amsgrad": False, "maximize": options.maximize}
+    if options.each or not options.decoupled:
+        # This counts by itself.
+        before = [torch.full((), entry.step - 1, dtype=torch.float32, device=entry.param.device) for entry in entries]
+        common |= {"foreach": False, "fused": not options.each, "decoupled_weight_decay": options.decoupled}
+        adam(params, grads, exp_avgs, exp_avg_sqs, [], before, **common)
+        return
     steps: dict[float, Tensor] = {}
     for entry in entries:
         if entry.step not in steps:
             steps[entry.step] = torch.full((), entry.step, dtype=torch.float32, device=entry.param.device)
-    fused_adamw_(
-        [entry.param for entry in entries],
-        [entry.grad for entry in entries],
-        [entry.exp_avg for entry in entries],
-        [entry.exp_avg_sq for entry in entries],
-        [],
-        [steps[entry.step] for entry in entries],
-        lr=options.lr,
-        beta1=options.beta1,
-        beta2=options.beta2,
-        weight_decay=options.weight_decay,
-        eps=options.eps,
-        amsgrad=False,
-        maximize=options.maximize,
-    )
+    fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], [steps[entry.step] for entry in entries], **common)

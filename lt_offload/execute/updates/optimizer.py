@@ -4,7 +4,8 @@ Any ``torch.optim.Optimizer`` that updates each tensor on its own works: a *sub-
 same attributes, whose only parameters are stand-ins ("proxies") for the tensors to be updated and whose state
 dictionaries are the very dictionaries of the real optimizer. For torch's own Adam, AdamW and SGD the function that
 their ``step`` calls in the end is called instead: ``step()`` over a few small tensors takes longer than their update.
-With the same lists and options the functions give the same numbers; whatever they do not cover is left to ``step``.
+Of Adam and AdamW on the host it is the compiled kernel, with the same bits (``optim/torch_adam.py``). With the same
+lists and options the functions give the same numbers; whatever they do not cover is left to ``step``.
 
 Group options are read when an update is queued, so a learning-rate scheduler may change them right afterwards. Tensors
 are updated whole: a fused kernel rounds the elements behind its last full vector differently, so that a split tensor
@@ -25,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from lt_offload import limits
@@ -48,9 +48,7 @@ from lt_offload.model.optimizers import (
     tried,
 )
 from lt_offload.optim.rows import RowUpdates
-
-State = Mapping[str, Any]
-Update = Callable[[], None]
+from lt_offload.optim.torch_adam import State, Update, adam_update
 
 
 def updates_in_place(optimizer: Optimizer) -> bool:
@@ -88,50 +86,6 @@ def functional_update(
     return make(group, params, grads, states)
 
 
-def _adam(
-    group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State]
-) -> Update | None:
-    beta1, beta2 = group["betas"]
-    if isinstance(group["lr"], Tensor) or isinstance(beta1, Tensor) or group["capturable"]:
-        return None
-    try:
-        steps = [state["step"] for state in states]
-        exp_avgs = [state["exp_avg"] for state in states]
-        exp_avg_sqs = [state["exp_avg_sq"] for state in states]
-        max_exp_avg_sqs = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
-    except KeyError:
-        return None
-    if set(map(type, steps)) != {Tensor}:
-        return None
-    # A fused update wants the counter beside the parameter. The way through `step` moves it there (`_move_scalars`).
-    if group["fused"] and {step.is_cuda for step in steps} != {params[0].is_cuda}:
-        return None
-    return partial(
-        adam,
-        list(params),
-        list(grads),
-        exp_avgs,
-        exp_avg_sqs,
-        max_exp_avg_sqs,
-        steps,
-        amsgrad=group["amsgrad"],
-        has_complex=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        foreach=group["foreach"],
-        capturable=False,
-        differentiable=False,
-        fused=group["fused"],
-        grad_scale=None,
-        found_inf=None,
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-    )
-
-
 def _sgd(
     group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State]
 ) -> Update | None:
@@ -158,8 +112,8 @@ def _sgd(
 
 
 _RULES: dict[type[Optimizer], Callable[..., Update | None]] = {
-    torch.optim.Adam: _adam,
-    torch.optim.AdamW: _adam,
+    torch.optim.Adam: adam_update,
+    torch.optim.AdamW: adam_update,
     torch.optim.SGD: _sgd,
 }
 
