@@ -19,6 +19,7 @@ from lt_offload.model.calls import Call
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.location import staged
 from lt_offload.model.parts import extent
+from lt_offload.model.tiles import tokens_of
 from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.state.hooks import silenced
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss
@@ -151,6 +152,7 @@ def assemble(
         scatter=sum(scatter * span for scatter, span in spans) / seconds if seconds > 0 else 0.0,
         flops_per_token=flops_per_token(model, sequence_length) or 0.0,
         parts=measured.parts,
+        tile_tokens=tokens_of(model),
     )
 
 

@@ -118,6 +118,7 @@ def record(
     return {
         "batch_size": (profile or plan).batch_size,
         "micro_batches": (profile or plan).parts,
+        "tile_tokens": (profile or plan).tile_tokens,
         "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
         "settings": settings.values(),
         "profile": None if profile is None else to_json(profile),
@@ -136,6 +137,7 @@ class Before:
 
     batch_size: int | None = None
     micro_batches: int | None = None
+    tile_tokens: int | None = None
     trained: frozenset[str] | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     profile: str | None = None
@@ -153,6 +155,7 @@ class Before:
         return cls(
             batch_size=noted["batch_size"],
             micro_batches=int(noted.get("micro_batches", 1)),
+            tile_tokens=int(noted.get("tile_tokens", 0)),
             trained=None if trained is None else frozenset(trained),
             settings=noted.get("settings", {}),
             profile=noted.get("profile"),
@@ -206,6 +209,15 @@ class Before:
                 "was"
             )
         return count
+
+    def warn_of_tiles(self, tokens: int) -> None:
+        """Warn if the run before had another number of ``tokens`` per tile (0: no tiles)."""
+        if self.tile_tokens not in (None, tokens):
+            before, now = self.tile_tokens or None, tokens or None
+            rank_zero_warn(
+                f"offmate: the run of the checkpoint had tile_tokens={before}, this one has {now}: sums of gradients "
+                f"are in another order, so that last bits change; tile_tokens={before} keeps what it was"
+            )
 
     def measured(self, device: torch.device, *, processes: int, machines: int) -> Profile | None:
         """Return the profile of the run before, if that had as many ``machines`` with such a ``device``.
@@ -264,6 +276,8 @@ class Before:
             yield f"it is for {plan.processes} processes, and there are {processes}"
         if plan.parts != profile.parts:
             yield f"it has micro_batches={plan.parts}"
+        if plan.tile_tokens != profile.tile_tokens:
+            yield f"it has tile_tokens={plan.tile_tokens or None}"
         yield from problems(plan)
         yield from check(plan, profile)
 
