@@ -29,6 +29,7 @@ from lt_offload.machine.dispatch import OperationMode
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.compiled import StandIn, cover, is_compiled
 from lt_offload.model.parts import sizes_of
+from lt_offload.model.saving import run_in_tiles
 from lt_offload.model.state.contexts import ambient, within
 
 Forward = Callable[..., Tensor]
@@ -160,7 +161,10 @@ class Tile(StandIn):
         rows = [x.reshape(count, *x.shape[len(lead) :]) for x in inputs]
         for size in sizes_of(count, -(-count // self.tokens)):
             parts = (x.narrow(0, at, size) for x in rows)
-            yield at, run(*(x if len(lead) == 1 else x[None] for x in parts))
+            with run_in_tiles():
+                result = run(*(x if len(lead) == 1 else x[None] for x in parts))
+            yield at, result
+            del result
             at += size
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lt_offload import optim
-from lt_offload.compat.hugging_face import is_known
+from lt_offload.compat.hugging_face import is_known, one_sequence_per_row
 from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of, reset_dynamo
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.model import tiles
@@ -124,7 +124,6 @@ def profile_config(
     model = _build(model_config, getattr(torch, dtype), lora, prepare, quantize=quantize is not None)
     with FakeTensorMode(), ExitStack() as stack:
         _make_fake(model)
-        batch = _batch(batch_size, sequence_length, padding=padding, packing=packing)
         structure = find_blocks(model, blocks)
         if compile_blocks:
             stack.callback(reset_dynamo)
@@ -136,6 +135,9 @@ def profile_config(
         windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
         windowed = any(window is not None and window <= sequence_length for window in windows)
         unmasked = not packing and (batch_size == 1 or not padding) and not windowed
+        batch = _batch(batch_size, sequence_length, padding=padding and not unmasked, packing=packing)
+        if unmasked:
+            stack.enter_context(one_sequence_per_row())
         with Roofline(machine, unmasked=unmasked) as meter:
             measured = measure_blocks(
                 model,
