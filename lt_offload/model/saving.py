@@ -58,12 +58,17 @@ _run = _Run()
 
 @contextmanager
 def run_in_tiles() -> Iterator[None]:
-    """Let ``mixed`` keep no result of a part of a block that is run for a tile of tokens: its backward runs it again."""
+    """Let ``mixed`` keep no result of what runs for a tile of tokens: its backward runs it again anyway."""
     before, _run.in_tiles = _run.in_tiles, True
     try:
         yield
     finally:
         _run.in_tiles = before
+
+
+def in_tiles() -> bool:
+    """Return whether what runs now runs for a tile."""
+    return _run.in_tiles
 
 
 def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from lt_offload.machine.dispatch import OperationMode
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.compiled import StandIn, cover, is_compiled
 from lt_offload.model.parts import sizes_of
-from lt_offload.model.saving import run_in_tiles
+from lt_offload.model.saving import in_tiles, run_in_tiles
 from lt_offload.model.state.contexts import ambient, within
 
 Forward = Callable[..., Tensor]
@@ -47,8 +46,8 @@ def tile_tokens(model: nn.Module, tokens: int | None, *, blocks: str | None = No
     """Let the parts of ``model`` that treat each token on its own run ``tokens`` at a time, from now on.
 
     A module is tiled if it returns one tensor, if in it nothing that depends on a token is used for another one, and if
-    it saves more than its input: gated MLPs, norms that compute in float32, layers with adapters and dropout. Of
-    modules within each other the outermost is; blocks themselves, attention and the output projection stay whole.
+    it saves more than its input: gated MLPs, norms that compute in float32, layers with adapters. Within
+    each other the outermost counts; attention and the output projection stay whole.
 
     The numbers are these: the tokens of a call, samples after each other, are divided into the fewest parts of at most
     ``tokens``, as ``torch.tensor_split`` does. The forward runs part after part, without a graph. So does the backward,
@@ -82,11 +81,11 @@ def tile_tokens(model: nn.Module, tokens: int | None, *, blocks: str | None = No
             "leave one of them out"
         )
     names = {module: name for name, module in model.named_modules()}
-    chosen = list(_outermost(model, blocks))
+    chosen = list(_to_be_tiled(model, blocks))
     if not chosen:
         raise ConfigError(
-            f"tile_tokens={tokens}: no part of {type(model).__name__} is known to treat each token on its own and saves "
-            "more than its input; leave it out"
+            f"tile_tokens={tokens}: no part of {type(model).__name__} that saves more than its input is known to treat "
+            "each token on its own; leave it out"
         )
     for module, draws in chosen:
         Tile.put(module, tokens, draws=draws)
@@ -98,12 +97,12 @@ def tokens_of(model: nn.Module) -> int:
     return next((tile.tokens for _, tile in _tiled(model)), 0)
 
 
-def check_tiles(planned: int, model: nn.Module) -> None:
-    """Raise ``PlanError`` if ``model`` runs in other tiles than those that a plan was made for."""
-    if planned != tokens_of(model):
+def check_tiles(planned: int, tokens: int) -> None:
+    """Raise ``PlanError`` if a model runs in other tiles than those that its plan was made for; 0: in none."""
+    if planned != tokens:
         raise PlanError(
             f"the plan has tile_tokens={planned or None}, which decides about the order of sums, and the model runs "
-            f"with tile_tokens={tokens_of(model) or None}; set tile_tokens={planned or None}, or plan again"
+            f"with tile_tokens={tokens or None}; set tile_tokens={planned or None}, or plan again"
         )
 
 
@@ -146,7 +145,7 @@ class Tile(StandIn):
         tile.end = cover(module, "forward", tile)
 
     def _run(self, *args: Any, **kwargs: Any) -> Tensor:
-        if kwargs or not _alike(args) or math.prod(_tokens(args[0])) <= self.tokens:
+        if in_tiles() or kwargs or not _alike(args) or math.prod(_tokens(args[0])) <= self.tokens:
             return self.plain(*args, **kwargs)
         weights = [p for p in self.module.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*args, *weights)):
@@ -215,7 +214,7 @@ class _InTiles(torch.autograd.Function):
 
     @staticmethod
     @override
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         args, needed, tile = ctx.saved_tensors, ctx.needed, ctx.tile
         # Leaves of their own, with their own sums: hooks and gradients of the weights are for what is returned here.
@@ -230,14 +229,18 @@ class _InTiles(torch.autograd.Function):
             return [x.grad for x in entered]
 
         wholes: list[Tensor | None] = [None] * len(args)
-        with within(ctx.ambient), _drawing(args[0], ctx.draws), _in_place_of(tile.module, ctx.weights, leaves):
-            with torch.enable_grad():
-                for at, gradients in tile.parts((*args, grads[0]), run):
-                    for slot, gradient in enumerate(gradients):
-                        if gradient is not None:
-                            whole = wholes[slot]
-                            wholes[slot] = whole = args[slot].new_empty(args[slot].shape) if whole is None else whole
-                            _put(whole, at, gradient)
+        with ExitStack() as stack:
+            stack.enter_context(within(ctx.ambient))
+            stack.enter_context(_drawing(args[0], ctx.draws))
+            stack.enter_context(_in_place_of(tile.module, ctx.weights, leaves))
+            stack.enter_context(torch.enable_grad())
+            for at, gradients in tile.parts((*args, grads[0]), run):
+                for slot, gradient in enumerate(gradients):
+                    if gradient is not None:
+                        whole = wholes[slot]
+                        wholes[slot] = whole = args[slot].new_empty(args[slot].shape) if whole is None else whole
+                        _put(whole, at, gradient)
+                del gradients
         return None, None, *wholes, *(leaf.grad for leaf in leaves)
 
 
@@ -268,8 +271,9 @@ def _drawing(x: Tensor, states: Sequence[Tensor]) -> Iterator[None]:
 @contextmanager
 def _in_place_of(module: nn.Module, weights: Sequence[nn.Parameter], leaves: Sequence[Tensor]) -> Iterator[None]:
     """Let ``module`` compute with ``leaves`` in the place of its ``weights``."""
-    by = {weight: leaf for weight, leaf in zip(weights, leaves, strict=True)}
-    places = [(own, name, p) for m in module.modules() for own in [parameters_of(m)] for name, p in own.items() if p in by]
+    by = dict(zip(weights, leaves, strict=True))
+    owned = [parameters_of(other) for other in module.modules()]
+    places = [(own, name, weight) for own in owned for name, weight in own.items() if weight in by]
     for own, name, weight in places:
         own[name] = by[weight]
     try:
@@ -293,7 +297,7 @@ class _MixesError(Exception):
     """Tokens are mixed, or it is not known that they are not."""
 
 
-def _outermost(model: nn.Module, blocks: str | None) -> Iterator[tuple[nn.Module, bool]]:
+def _to_be_tiled(model: nn.Module, blocks: str | None) -> Iterator[tuple[nn.Module, bool]]:
     """Yield the modules to be tiled, and whether each may draw random numbers."""
     known: dict[Any, bool | None] = {}
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
@@ -304,17 +308,16 @@ def _outermost(model: nn.Module, blocks: str | None) -> Iterator[tuple[nn.Module
         if module in seen:
             continue
         seen.add(module)
+        waiting += reversed([*module.children()])
         # In tiles, hooks of what is inside would see tiles, twice.
-        inside = [other for other in module.modules() if other is not module]
+        if any(any(all_hooks_of(other)) for other in module.modules() if other is not module):
+            continue
         kind = _kind(module)
         if kind not in known:
             known[kind] = _tried(module, dtype)
         draws = known[kind]
-        if draws is None or any(any(all_hooks_of(other)) for other in inside):
-            waiting += reversed([*module.children()])
-        else:
+        if draws is not None:
             yield module, draws
-            seen.update(inside)
 
 
 def _kind(module: nn.Module) -> Any:
@@ -356,8 +359,8 @@ def _tried(module: nn.Module, dtype: torch.dtype) -> bool | None:
     return None
 
 
-_ALONE = {"_to_copy", "alias", "detach", "lift_fresh", "copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like"}
-_ALONE |= {"rand_like", "empty_like", "bernoulli_", "native_dropout"}
+_ALONE = {"_to_copy", "alias", "detach", "lift_fresh", "copy_", "fill_", "zero_", "bernoulli_", "native_dropout"}
+_ALONE |= {"zeros_like", "ones_like", "full_like", "rand_like", "empty_like"}
 """Operations on each number alone that torch does not mark as such."""
 _FORMS = {"view", "_unsafe_view", "reshape", "expand", "_reshape_alias"}
 """What keeps the order of numbers: tokens stay the first dimensions if these have the sizes for it."""
@@ -403,7 +406,7 @@ class _TokenWise(OperationMode):
             x.requires_grad_()
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with torch.enable_grad(), hooks, cls(inputs) as mode:
-            out = module(*inputs)
+            out = module.forward(*inputs)  # without its hooks
         if not isinstance(out, Tensor) or not mode._depends(out) or out.shape[:-1] != inputs[0].shape[:-1]:
             raise _MixesError("it returns something else than one tensor")
         own = storage_bytes(tensor for tensor in saved if mode._depends(tensor))

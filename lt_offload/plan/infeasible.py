@@ -14,7 +14,6 @@ from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
 from lt_offload.units import format_bytes
 
-
 _LONG, _TILE = 4096, 2048
 """A sequence of so many tokens is helped by tiles of so many, which are large enough for the rate of products."""
 

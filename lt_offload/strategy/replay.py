@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute.memory.common import check_beside
 from lt_offload.model.batch import Size
+from lt_offload.model.tiles import check_tiles
 from lt_offload.plan import Settings, check
 from lt_offload.profiling.hardware import measured_before
 from lt_offload.schema.files import from_json, to_json
@@ -98,6 +99,7 @@ def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
             f"plan={str(path)!r} was made for another model ({plan.model}, {len(plan.options)} blocks) or for other "
             f"shapes, dtypes or frozen weights; this is {profile.model} with {len(profile.blocks)} blocks; plan again"
         )
+    check_tiles(plan.tile_tokens, profile.tile_tokens)
     violations = check(plan, profile)
     if violations:
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""

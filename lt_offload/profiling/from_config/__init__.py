@@ -89,7 +89,7 @@ def profile_config(
             attention gets a mask of all pairs of tokens.
         blocks: name of the ``nn.ModuleList`` that holds the layers, e.g. ``"h"``; None: it is found.
         micro_batches: parts of the batch that go through each block in turn.
-        tile_tokens: tokens at a time in the parts of blocks that treat each on its own (:func:`lt_offload.tile_tokens`).
+        tile_tokens: tokens at a time in what treats each on its own, as by :func:`lt_offload.tile_tokens`.
         compile_blocks: whether every layer is compiled by itself, ``layer.compile()``: what it saves is then what
             torch's compiler decides, and cheap operations between two costly ones are taken as one kernel. What
             ``torch.compile`` has compiled in this process is forgotten, as by ``profile``.
