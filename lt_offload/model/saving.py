@@ -49,11 +49,11 @@ computed again: an element takes 2 FLOP per rank, no longer than a cheap operati
 second one of an adapter (LoRA's B): of a layer with an adapter only the result of the frozen weight is kept so wide."""
 
 
-class _Run(threading.local):
+class _InTile(threading.local):
     in_tiles = False
 
 
-_run = _Run()
+_run = _InTile()
 
 
 @contextmanager

@@ -131,6 +131,10 @@ MIXED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a number": lambda inner, x: x * float(x.detach().abs().max() > 0) if not x.is_meta else x.flip(0),
     "a buffer": into_buffer,
     "a new tensor": into_new,
+    "a result of its own": lambda inner, x: (
+        torch.mul(x, 2, out=torch.zeros(*x.shape)) if not x.requires_grad else x.flip(0)
+    ),
+    "a product over tokens": lambda inner, x: x + (x.sum(-1) @ torch.ones(x.shape[1], x.shape[1]))[..., None],
     "code of one's own": by_hand,
 }
 
