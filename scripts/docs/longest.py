@@ -2,14 +2,13 @@
 
 python -m scripts.docs.longest [--ways WAY ...] [--seconds 60]
 
-Everything is simulated, from configurations. What a plan needs at two lengths says what it needs at others: bytes grow
-with the tokens. Two of the longest are then profiled and planned as they are.
+Everything is simulated, from configurations: profiles at two lengths say what there is at others, as bytes grow with
+the tokens, and seconds with them and their square. Two of the longest are planned and their times counted by hand.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lt_offload
@@ -25,18 +24,19 @@ from scripts.common import arguments, save
 CARDS = (8, 12, 16, 24)
 """GB of device memory."""
 HARDWARE, RAM, TILE = "rtx-4090", 64, 2048
-LENGTHS = (4 * TILE, 8 * TILE)
+LENGTHS = (2 * TILE, 4 * TILE)
 """Tokens that are profiled, from which other lengths follow."""
 STEP, MOST = 1024, 1 << 20
 """The table goes in such steps, up to so many tokens."""
 _LORA = {"r": 32, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-_EIGHT_BITS = {"optimizer": partial(lt_offload.AdamW, stochastic_rounding=True, state_dtype="8bit")}
+_STATES = 2 * (1 + 4 / 256)
+"""Bytes per weight of moments in 8 bits, with the scale of each block of them."""
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "8B, QLoRA": ("llama3-8b", {"lora": _LORA, "quantize": "nf4"}),
     "8B, LoRA": ("llama3-8b", {"lora": _LORA}),
-    "8B, all weights": ("llama3-8b", _EIGHT_BITS),
-    "3B, all weights": ("llama3.2-3b", _EIGHT_BITS),
-    "1.7B, all weights": ("qwen3-1.7b", _EIGHT_BITS),
+    "8B, all weights": ("llama3-8b", {}),
+    "3B, all weights": ("llama3.2-3b", {}),
+    "1.7B, all weights": ("qwen3-1.7b", {}),
 }
 PLANNED = {"8B, QLoRA": 100 * STEP, "8B, all weights": 49 * STEP}
 """Lengths that are planned on the largest card."""
@@ -59,7 +59,7 @@ def config_of(name: str) -> Any:
 def profile_at(way: str, tokens: int, tile: int | None) -> Profile:
     """Return the profile of one sequence of so many ``tokens``."""
     name, options = WAYS[way]
-    return lt_offload.profile_config(
+    profile = lt_offload.profile_config(
         config_of(name),
         batch_size=1,
         sequence_length=tokens,
@@ -68,6 +68,39 @@ def profile_at(way: str, tokens: int, tile: int | None) -> Profile:
         tile_tokens=tile,
         **options,
     )
+    if options:
+        return profile
+    # As with AdamW(stochastic_rounding=True, state_dtype="8bit"), whose states take minutes to be tried.
+    tensors = [replace(tensor, state_bytes=int(_STATES * tensor.bytes / 2)) for tensor in profile.tensors]
+    return replace(profile, tensors=tuple(tensors))
+
+
+def at(tokens: int, low: Profile, high: Profile) -> Profile:
+    """Return what two profiles say of a sequence of so many ``tokens``."""
+    few, many = (replace(one, batch_size=one.sequence_length) for one in (low, high))
+    # Lengths are sizes of batches for a moment: the planner's own line between two of them.
+    profile = replace(scaled(few, tokens, many), batch_size=1, sequence_length=tokens)
+    blocks = []
+    for block, *pair in zip(profile.blocks, low.blocks, high.blocks, strict=True):
+        options = []
+        for option in block.options:
+            a, b = (next(one for one in each.options if one.name == option.name) for each in pair)
+            seconds = {
+                name: _squares(
+                    tokens, (low.sequence_length, getattr(a, name)), (high.sequence_length, getattr(b, name))
+                )
+                for name in ("forward_s", "backward_s")
+            }
+            options.append(replace(option, **seconds))
+        blocks.append(replace(block, options=tuple(options)))
+    return replace(profile, blocks=tuple(blocks))
+
+
+def _squares(tokens: int, low: tuple[int, float], high: tuple[int, float]) -> float:
+    """Return the seconds at so many ``tokens``, from two pairs of tokens and seconds."""
+    (few, short), (many, long) = low, high
+    square = max(0.0, (long / many - short / few) / (many - few))
+    return tokens * (short / few - square * few + square * tokens)
 
 
 def needed(profile: Profile) -> float:
@@ -81,11 +114,10 @@ def needed(profile: Profile) -> float:
 
 def longest(low: Profile, high: Profile, card: int) -> int:
     """Return the most tokens, in steps, for which ``card`` GB are enough; 0: not even for one step."""
-    few, many = (replace(one, batch_size=one.sequence_length) for one in (low, high))
     bounds = [0, MOST]
     while bounds[1] - bounds[0] > STEP:
         middle = sum(bounds) // 2 // STEP * STEP
-        fits = needed(scaled(few, middle, many)) <= card * 1e9
+        fits = needed(at(middle, low, high)) <= card * 1e9
         bounds[not fits] = middle
     return bounds[0]
 
@@ -107,7 +139,7 @@ def counted(way: str, plan: Plan) -> float:
     attention = 4.0 * tokens * tokens * heads * per_head / 2  # a half of the scores is hidden
     head = 2.0 * tokens * width * config.vocab_size
     back = 1 if adapted else 2  # of a product: the gradient of its input, and of its weight
-    flops = head * (1 + back) if plan.options[-1] in ("fused", "chunked") else head * (1 + back)
+    flops = head * (1 + back)
     for option in plan.options[1:-2]:
         again = option in ("recompute", "reload", "discard", "mixed")
         products = mlp * (1 + again + 1 + back) + projections * (1 + back + (again and option != "mixed") + adapted)
@@ -130,7 +162,7 @@ def main() -> None:
             rows.append({"way": way, "tile_tokens": tile, "longest": lengths, "bytes_per_token": each})
             print(rows[-1], flush=True)
         if way in PLANNED:
-            profile = profile_at(way, PLANNED[way], TILE)
+            profile = at(PLANNED[way], *pair)
             plan = make_plan(
                 profile, Settings(memory=CARDS[-1] * 10**9, host_memory=f"{RAM}GB", time_limit=options.seconds)
             )

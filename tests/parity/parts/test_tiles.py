@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import lt_offload
 from lt_offload import OffmateStrategy, PlanError
@@ -157,3 +158,32 @@ def test_a_resumed_run_and_a_replay_say_that_tiles_have_changed(tmp_path: Path) 
         run(offmate(), ckpt=tmp_path / "last.ckpt")
     with pytest.raises(PlanError, match="tile_tokens"):
         run(offmate(plan=tmp_path / "plan.json", planner="auto"))
+
+
+class Long(trainers.Module):
+    """Trains on longer sequences, one and a half as long as a tile and more."""
+
+    def train_dataloader(self) -> Any:
+        rows = [models.batch(self.model, batch_size=1, sequence_length=56, padding=False, seed=at) for at in range(6)]
+        return DataLoader([{name: tensor[0] for name, tensor in row.items()} for row in rows], batch_size=2)
+
+
+def long_run(strategy: Any, tokens: int | None = None) -> trainers.Run:
+    torch.manual_seed(0)
+    module = Long()
+    lt_offload.tile_tokens(module.model, tokens)
+    return fit(strategy, module=module, max_epochs=1, limit_train_batches=3, limit_val_batches=0)
+
+
+@pytest.mark.slow
+def test_the_first_step_fits_where_its_plan_fits() -> None:
+    needs = []
+    for tokens in (TOKENS, None):
+        with pytest.raises(lt_offload.InfeasibleError) as error:
+            long_run(offmate(memory=90_000, planner="auto", solver_time_limit=3.0, tile_tokens=tokens))
+        needs.append(error.value.needed_bytes or 0)
+    assert needs[0] < 0.7 * needs[1]
+    ours = long_run(offmate(memory=needs[0], planner="auto", solver_time_limit=3.0, tile_tokens=TOKENS))
+    theirs = long_run("auto", TOKENS)
+    assert all(map(torch.equal, theirs.module.losses, ours.module.losses))
+    assert trainers.state_differences(theirs, ours) == []
