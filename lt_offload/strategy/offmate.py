@@ -227,8 +227,8 @@ class OffmateStrategy(Checkpoints):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.same_start()
-        self._undo.enter_context(tiled(self.model, self.tile_tokens, self.blocks))
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
+        self._undo.enter_context(tiled(self.model, self.tile_tokens, self.blocks))
         if windows.fitting(trainer):
             self.trace = None
             self._forget_plan(Before.of(loaded_checkpoint(trainer).get(replay.KEY)))

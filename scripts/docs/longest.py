@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import lt_offload
-from lt_offload.errors import InfeasibleError
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.batch.profiles import scaled
+from lt_offload.plan.planners.baselines import smallest
+from lt_offload.plan.planners.request import allowed_options
 from lt_offload.profiling.from_config import load_model_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.schema.plan import Plan
@@ -29,6 +30,8 @@ LENGTHS = (2 * TILE, 4 * TILE)
 STEP, MOST = 1024, 1 << 20
 """The table goes in such steps, up to so many tokens."""
 _LORA = {"r": 32, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+_LAYERS = 3
+"""Layers that are profiled; the others are like the one in the middle."""
 _STATES = 2 * (1 + 4 / 256)
 """Bytes per weight of moments in 8 bits, with the scale of each block of them."""
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,8 +62,10 @@ def config_of(name: str) -> Any:
 def profile_at(way: str, tokens: int, tile: int | None) -> Profile:
     """Return the profile of one sequence of so many ``tokens``."""
     name, options = WAYS[way]
+    config = config_of(name)
+    layers, config.num_hidden_layers = config.num_hidden_layers, _LAYERS
     profile = lt_offload.profile_config(
-        config_of(name),
+        config,
         batch_size=1,
         sequence_length=tokens,
         dtype="bfloat16",
@@ -68,6 +73,7 @@ def profile_at(way: str, tokens: int, tile: int | None) -> Profile:
         tile_tokens=tile,
         **options,
     )
+    profile = repeated(profile, layers)
     if options:
         return profile
     # As with AdamW(stochastic_rounding=True, state_dtype="8bit"), whose states take minutes to be tried.
@@ -103,13 +109,25 @@ def _squares(tokens: int, low: tuple[int, float], high: tuple[int, float]) -> fl
     return tokens * (short / few - square * few + square * tokens)
 
 
+def repeated(profile: Profile, layers: int) -> Profile:
+    """Return the profile of a model with so many layers, of which the one that was profiled has ``_LAYERS``."""
+    more, last = layers - _LAYERS, _LAYERS - 1  # the last layer but one, as the first and the last may differ
+    copies = [replace(profile.blocks[last], name=f"layer {number}") for number in range(more)]
+    blocks = (*profile.blocks[: last + 1], *copies, *profile.blocks[last + 1 :])
+    tensors = []
+    for tensor in profile.tensors:
+        tensors.append(replace(tensor, blocks=tuple(at if at <= last else at + more for at in tensor.blocks)))
+        if tensor.blocks == (last,):
+            tensors += [replace(tensor, blocks=(last + 1 + number,)) for number in range(more)]
+    tensors.sort(key=lambda tensor: tensor.blocks[0])
+    return replace(profile, blocks=blocks, tensors=tuple(tensors))
+
+
 def needed(profile: Profile) -> float:
     """Return the bytes of the smallest budget that has a plan; infinity if the RAM is too small for any."""
-    try:
-        lt_offload.solve(profile, memory=1, host_memory=f"{RAM}GB")
-    except InfeasibleError as error:
-        return error.needed_bytes or float("inf")
-    raise AssertionError("a plan in one byte")
+    allowed = tuple(allowed_options(block, Settings()) for block in profile.blocks)
+    least = smallest(profile, allowed, host_update=True, host_budget=RAM * 10**9)
+    return float("inf") if least is None else least.device_bytes
 
 
 def longest(low: Profile, high: Profile, card: int) -> int:
