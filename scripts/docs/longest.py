@@ -3,7 +3,7 @@
 python -m scripts.docs.longest [--ways WAY ...] [--seconds 60]
 
 Everything is simulated, from configurations: profiles at two lengths say what there is at others, as bytes grow with
-the tokens, and seconds with them and their square. Two of the longest are planned and their times counted by hand.
+the tokens, and seconds with them and their square. Two long ones are planned, and their times counted by hand.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from scripts.common import arguments, save
 CARDS = (8, 12, 16, 24)
 """GB of device memory."""
 HARDWARE, RAM, TILE = "rtx-4090", 64, 2048
-LENGTHS = (2 * TILE, 4 * TILE)
-"""Tokens that are profiled, from which other lengths follow."""
+LENGTHS = (2 * TILE, 20 * TILE)
+"""Tokens that are profiled, from which other lengths follow. With the longer one attention has the peak of a layer."""
 STEP, MOST = 1024, 1 << 20
 """The table goes in such steps, up to so many tokens."""
 _LORA = {"r": 32, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -83,9 +83,9 @@ def profile_at(way: str, tokens: int, tile: int | None) -> Profile:
 
 def at(tokens: int, low: Profile, high: Profile) -> Profile:
     """Return what two profiles say of a sequence of so many ``tokens``."""
-    few, many = (replace(one, batch_size=one.sequence_length) for one in (low, high))
-    # Lengths are sizes of batches for a moment: the planner's own line between two of them.
-    profile = replace(scaled(few, tokens, many), batch_size=1, sequence_length=tokens)
+    # Lengths are sizes of batches for a moment.
+    bytes_of = scaled(replace(high, batch_size=high.sequence_length), tokens)
+    profile = replace(bytes_of, batch_size=1, sequence_length=tokens)
     blocks = []
     for block, *pair in zip(profile.blocks, low.blocks, high.blocks, strict=True):
         options = []
@@ -176,8 +176,7 @@ def main() -> None:
         for tile in (None, TILE):
             pair = [profile_at(way, tokens, tile) for tokens in LENGTHS]
             lengths = {f"{card}GB": longest(*pair, card) for card in CARDS}
-            each = (needed(pair[1]) - needed(pair[0])) / (LENGTHS[1] - LENGTHS[0])
-            rows.append({"way": way, "tile_tokens": tile, "longest": lengths, "bytes_per_token": each})
+            rows.append({"way": way, "tile_tokens": tile, "longest": lengths})
             print(rows[-1], flush=True)
         if way in PLANNED:
             profile = at(PLANNED[way], *pair)
