@@ -56,9 +56,15 @@ def modules_of(model: nn.Module, blocks: str | None) -> Iterator[tuple[nn.Module
 
 
 def _kind(module: nn.Module) -> Any:
-    """Return what two modules have in common that are of one kind."""
+    """Return what two modules have in common that are of one kind: classes, sizes and what they may decide by."""
     tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
-    return type(module), repr(module), tuple(tensors)
+    settings = [
+        (name, value)
+        for other in module.modules()
+        for name, value in vars(other).items()
+        if value is None or isinstance(value, (bool, int, float, str)) or inspect.isfunction(value)
+    ]
+    return type(module), repr(module), tuple(tensors), tuple(settings)
 
 
 def _tried(module: nn.Module, dtype: torch.dtype) -> bool | None:
@@ -67,8 +73,11 @@ def _tried(module: nn.Module, dtype: torch.dtype) -> bool | None:
     ``dtype``: of what blocks hand on.
     """
     weights = [*module.parameters()]
-    inputs = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
-    inputs = [p for p in inputs if p.kind is p.POSITIONAL_OR_KEYWORD]
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # no function of Python
+        return None
+    inputs = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if type(module) is nn.Linear or not weights or not 1 <= len(inputs) <= 2:
         return None
     features = [getattr(other, "in_features", None) for other in module.modules()]

@@ -235,3 +235,8 @@ def test_compiled_blocks_are_refused() -> None:
     model.get_submodule("model.layers.0").compile()
     with pytest.raises(lt_offload.ConfigError, match="tile_tokens=5 cannot be combined with compiled blocks"):
         lt_offload.tile_tokens(model, 5)
+
+
+def test_layers_of_one_class_are_told_apart() -> None:
+    model = nn.Sequential(Layer(ALONE["softmax"]), Layer(MIXED["softmax"]), Layer(ALONE["softmax"]))
+    assert lt_offload.tile_tokens(model, 5) == ("0", "0.inner", "2", "2.inner")
