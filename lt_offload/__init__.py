@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lt_offload.hf.context import hf_trainer
     from lt_offload.model.head import chunked_loss_reference
     from lt_offload.model.parts import micro_batched_reference
+    from lt_offload.model.tiles import tile_tokens
     from lt_offload.optim import AdamW
     from lt_offload.plan import simulate, solve
     from lt_offload.profiling.from_config import profile_config
@@ -62,6 +63,7 @@ __all__ = [
     "profile_config",
     "simulate",
     "solve",
+    "tile_tokens",
 ]
 
 _ERRORS = {name: "lt_offload.errors" for name in __all__ if name.endswith("Error")}
@@ -82,6 +84,7 @@ _LAZY = _ERRORS | {
     "profile_config": "lt_offload.profiling.from_config",
     "simulate": "lt_offload.plan",
     "solve": "lt_offload.plan",
+    "tile_tokens": "lt_offload.model.tiles",
 }
 
 

@@ -23,6 +23,7 @@ from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.model.compiled import hide_from_copies
 from lt_offload.model.parts import check_micro_batches, extent
+from lt_offload.model.tiles import tiled
 from lt_offload.plan import Settings, check, make_plan
 from lt_offload.plan.batch.choose import choose_parts
 from lt_offload.plan.orders import compared
@@ -48,6 +49,7 @@ def offloaded(
     accelerator: str = "auto",
     accumulate: int = 1,
     micro_batches: int | Literal["auto"] = 1,
+    tile_tokens: int | None = None,
     blocks: str | None = None,
     run: Run | None = None,
     **switches: Any,
@@ -73,6 +75,8 @@ def offloaded(
         micro_batches: parts of a batch that go through each block in turn, before the next block begins: weights travel
             once for all of them, and temporary tensors are those of one. The numbers are those of
             :func:`lt_offload.micro_batched_reference`. ``"auto"``: the number with which an iteration is fastest.
+        tile_tokens: tokens at a time in the parts of blocks that treat each token on its own, for long sequences. The
+            numbers are those of a model that :func:`lt_offload.tile_tokens` has changed, as this one is meanwhile.
         blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers, its path or the end of it
             (``"h"``); None: it is found by structure.
         run: computes the loss of a batch as the loop will, if that takes more than one call of the model, for example
@@ -92,27 +96,28 @@ def offloaded(
     settings = Settings(memory=memory, accumulate=accumulate, **switches)
     check_memory(settings.device.nbytes, torch_device)
     check_host_memory(settings.host.nbytes)
-    if plan is None:
-        measured = partial(
-            measure, model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure, run=run
-        )
-        planning = settings.within(partial(free_memory, torch_device))
-        profile, plan = solved(lambda parts: measured(micro_batches=parts), planning, micro_batches)
-        structure = as_called(model, profile.blocks)
-    else:
-        check_replay(plan, settings.device.nbytes, switches, micro_batches)
-        structure = check_use(
-            model,
-            sample_batch,
-            device=torch_device,
-            optimizer=optimizer,
-            structure=structure,
-            run=run,
-            micro_batches=plan.parts,
-        )
-    with installed(model, optimizer, plan, structure, torch_device) as engine:
-        engine.accumulate = accumulate
-        yield engine
+    with tiled(model, tile_tokens, blocks):
+        if plan is None:
+            measured = partial(
+                measure, model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure, run=run
+            )
+            planning = settings.within(partial(free_memory, torch_device))
+            profile, plan = solved(lambda parts: measured(micro_batches=parts), planning, micro_batches)
+            structure = as_called(model, profile.blocks)
+        else:
+            check_replay(plan, settings.device.nbytes, switches, micro_batches)
+            structure = check_use(
+                model,
+                sample_batch,
+                device=torch_device,
+                optimizer=optimizer,
+                structure=structure,
+                run=run,
+                micro_batches=plan.parts,
+            )
+        with installed(model, optimizer, plan, structure, torch_device) as engine:
+            engine.accumulate = accumulate
+            yield engine
 
 
 def prepare(

@@ -6,7 +6,8 @@ newest. Libraries are imported where they are used: most programs need one of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -65,6 +66,22 @@ def unsplittable(module: Any) -> Any:
 def is_base(module: Any) -> bool:
     """Return whether ``module`` is a model of transformers itself, and not a wrapper of one."""
     return hasattr(module, "_no_split_modules")
+
+
+@contextmanager
+def one_sequence_per_row() -> Iterator[None]:
+    """Let models take each row for one sequence; of fake tensors they see no numbers, and would make masks for several.
+
+    Such a mask has a number per pair of tokens, which no real batch of single sequences needs.
+    """
+    from transformers import masking_utils
+
+    known = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = known
 
 
 # -- data and Trainers ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from lt_offload.execute.engine import Engine
 from lt_offload.execute.training.survey import Survey
 from lt_offload.machine.driver import current
 from lt_offload.model.blocks import Structure
+from lt_offload.model.tiles import check_tiles, tokens_of
 from lt_offload.schema.plan import Plan
 
 if TYPE_CHECKING:
@@ -54,7 +55,12 @@ def install(
         budget: bytes of a device that is opened.
         first: the step that was profiled, whose device and whose graphs the engine takes over.
         others: the other processes of the training.
+
+    Raises:
+        PlanError: if the model runs in other tiles than those of the ``plan``.
     """
+    if plan is not None:
+        check_tiles(plan.tile_tokens, tokens_of(model))
     threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
     with ExitStack() as undo:
         if first is None:

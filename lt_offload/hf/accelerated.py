@@ -47,6 +47,7 @@ def accelerated(
     host_memory: str | int | float | None = None,
     planner: PlannerName = "auto",
     micro_batches: int | Literal["auto"] = 1,
+    tile_tokens: int | None = None,
     blocks: str | None = None,
     host_update: bool = True,
     activation_offload: bool = True,
@@ -72,6 +73,8 @@ def accelerated(
         host_memory: RAM that training may take; None: what is free.
         planner: which planner to use; ``"auto"`` simulates several and takes the fastest.
         micro_batches: parts of a batch that go through each block in turn, see ``lt_offload.micro_batched_reference``.
+        tile_tokens: tokens at a time in the parts of blocks that treat each token on its own, for long sequences, with
+            the numbers that ``lt_offload.tile_tokens`` defines; None: all tokens.
         blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers; None: found by structure.
         host_update: allow optimizer updates on the host.
         activation_offload: allow activations to travel to the host and back.

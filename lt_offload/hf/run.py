@@ -20,6 +20,7 @@ from lt_offload.hf.step import trial, without_backward
 from lt_offload.hf.training import Training, unwrapped
 from lt_offload.model.batch import Size
 from lt_offload.model.blocks import find_blocks
+from lt_offload.model.tiles import tiled
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -126,6 +127,7 @@ class Run(Training):
         self.trace, self._evaluated = None, {}
         self.settings = replace(self.settings, accumulate=self.trainer.args.gradient_accumulation_steps)
         self.model = self.trainer.accelerator.unwrap_model(model)
+        self._around.enter_context(tiled(self.model, self.tile_tokens, self.blocks))
         self._around.enter_context(self._beside(self.model))
 
     def goes_on(self, checkpoint: Path) -> None:

@@ -14,6 +14,9 @@ from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
 from lt_offload.units import format_bytes
 
+_LONG, _TILE = 4096, 2048
+"""A sequence of so many tokens is helped by tiles of so many, which are large enough for the rate of products."""
+
 
 def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleError:
     """Return the error for a request that no plan of ``planner`` fits into."""
@@ -47,6 +50,8 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
             needed_bytes=least.device_bytes,
         )
     ways = [f"memory={as_setting(least.device_bytes)} is enough", *_smaller_inputs(profile, request)]
+    if not profile.tile_tokens and profile.sequence_length >= _LONG:
+        ways.append(f"tile_tokens={_TILE} lets MLPs and norms take so many tokens at a time")
     off = [name for name in ("host_update", "activation_offload", "recompute") if not getattr(request.settings, name)]
     if off:
         ways.append(f"{' and '.join(f'{name}=True' for name in off)} may help")

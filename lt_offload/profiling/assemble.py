@@ -22,6 +22,7 @@ from lt_offload.model.location import staged
 from lt_offload.model.parts import extent
 from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.state.hooks import silenced
+from lt_offload.model.tiles import tokens_of
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss
 from lt_offload.profiling.flops import flops_per_token
 from lt_offload.profiling.host_reads import Readers
@@ -153,6 +154,7 @@ def assemble(
         flops_per_token=flops_per_token(model, sequence_length) or 0.0,
         parts=measured.parts,
         kernels=kernels_of(model),
+        tile_tokens=tokens_of(model),
     )
 
 

@@ -173,6 +173,8 @@ def _inputs(plan: Plan) -> str:
         tokens += f", {plan.forwards} forwards each"
     if plan.parts > 1:
         tokens += f", each block takes a batch in {plan.parts} parts"
+    if plan.tile_tokens:
+        tokens += f", tiles of {plan.tile_tokens} tokens within blocks"
     estimated = "; the profile was estimated, not measured" if plan.estimated else ""
     return f"{plan.model}, {len(plan.options)} blocks, {tokens}, planner {plan.planner}{estimated}"
 

@@ -394,6 +394,8 @@ class Plan:
     parts: int = 1
     """Parts of a batch that go through each block in turn, before the next block begins; one step and one computation
     of the plan are all of them."""
+    tile_tokens: int = 0
+    """As in the profile: it decides about last bits."""
     processes: int = 1
     """Processes on all machines that carry the plan out at the same time, each with batches of its own."""
     schema: int = PLAN_SCHEMA

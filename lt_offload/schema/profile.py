@@ -333,6 +333,8 @@ class Profile(Strict):
     parts: Count = 1
     """Parts of the batch that go through each block in turn: times, and what is saved, are of all of them, peaks those
     of one beside what the others hold."""
+    tile_tokens: Size = 0
+    """Tokens at a time in the parts of blocks that treat each token on its own; 0: all."""
     processes: Count = 1
     """Processes of the machine that train together. RAM is counted for one of them: common memory by its part."""
     machines: Count = 1

@@ -30,6 +30,7 @@ from lt_offload.execute.user_code.step_hooks import StepHooks
 from lt_offload.model.batch import Size, is_padded
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.model.parts import extent
+from lt_offload.model.tiles import tiled
 from lt_offload.profiling.hardware import check_host_memory, check_memory
 from lt_offload.report.perfetto import save_perfetto
 from lt_offload.schema.explain import headline
@@ -77,6 +78,8 @@ class OffmateStrategy(Checkpoints):
             once for all and temporary tensors are those of one part. The sums of gradients are those that
             ``lt_offload.micro_batched_reference`` defines. ``"auto"``: the number with which an iteration is fastest,
             chosen together with ``batch_size="auto"``.
+        tile_tokens: tokens at a time in the parts of blocks that treat each token on its own, for long sequences, with
+            the numbers that ``lt_offload.tile_tokens`` defines; None: all tokens.
         blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the model's layers, its path or the end of
             it (``"h"``); None: it is found by structure.
         host_update: allow optimizer updates on the host.
@@ -110,6 +113,7 @@ class OffmateStrategy(Checkpoints):
         batch_size: int | Literal["auto"] | None = None,
         max_batch_size: int | None = None,
         micro_batches: int | Literal["auto"] = 1,
+        tile_tokens: int | None = None,
         blocks: str | None = None,
         host_update: bool = True,
         activation_offload: bool = True,
@@ -224,6 +228,7 @@ class OffmateStrategy(Checkpoints):
         self.model_to_device()
         self.same_start()
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
+        self._undo.enter_context(tiled(self.model, self.tile_tokens, self.blocks))
         if windows.fitting(trainer):
             self.trace = None
             self._forget_plan(Before.of(loaded_checkpoint(trainer).get(replay.KEY)))

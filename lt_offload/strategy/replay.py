@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute.memory.common import check_beside
 from lt_offload.model.batch import Size
+from lt_offload.model.tiles import check_tiles
 from lt_offload.plan import Settings, check
 from lt_offload.profiling.hardware import measured_before
 from lt_offload.schema.explain import KERNELS
@@ -99,6 +100,7 @@ def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
             f"plan={str(path)!r} was made for another model ({plan.model}, {len(plan.options)} blocks) or for other "
             f"shapes, dtypes or frozen weights; this is {profile.model} with {len(profile.blocks)} blocks; plan again"
         )
+    check_tiles(plan.tile_tokens, profile.tile_tokens)
     violations = check(plan, profile)
     if violations:
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
@@ -119,6 +121,7 @@ def record(
     return {
         "batch_size": (profile or plan).batch_size,
         "micro_batches": (profile or plan).parts,
+        "tile_tokens": (profile or plan).tile_tokens,
         "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
         "settings": settings.values(),
         "profile": None if profile is None else to_json(profile),
@@ -137,6 +140,7 @@ class Before:
 
     batch_size: int | None = None
     micro_batches: int | None = None
+    tile_tokens: int | None = None
     trained: frozenset[str] | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     profile: str | None = None
@@ -154,6 +158,7 @@ class Before:
         return cls(
             batch_size=noted["batch_size"],
             micro_batches=int(noted.get("micro_batches", 1)),
+            tile_tokens=int(noted.get("tile_tokens", 0)),
             trained=None if trained is None else frozenset(trained),
             settings=noted.get("settings", {}),
             profile=noted.get("profile"),
@@ -207,6 +212,15 @@ class Before:
                 "was"
             )
         return count
+
+    def warn_of_tiles(self, tokens: int) -> None:
+        """Warn if the run before had another number of ``tokens`` per tile (0: no tiles)."""
+        if self.tile_tokens not in (None, tokens):
+            before, now = self.tile_tokens or None, tokens or None
+            rank_zero_warn(
+                f"offmate: the run of the checkpoint had tile_tokens={before}, this one has {now}: sums of gradients "
+                f"are in another order, so that last bits change; tile_tokens={before} keeps what it was"
+            )
 
     def measured(self, device: torch.device, *, processes: int, machines: int) -> Profile | None:
         """Return the profile of the run before, if that had as many ``machines`` with such a ``device``.
@@ -267,6 +281,8 @@ class Before:
             yield f"it is for {plan.processes} processes, and there are {processes}"
         if plan.parts != profile.parts:
             yield f"it has micro_batches={plan.parts}"
+        if plan.tile_tokens != profile.tile_tokens:
+            yield f"it has tile_tokens={plan.tile_tokens or None}"
         yield from problems(plan)
         yield from check(plan, profile)
 

@@ -121,7 +121,7 @@ def _cell(case: dict[str, Any]) -> str:
     if case["iteration_s"] is None:
         return "does not fit" if not case["reason"] else f"no: {case['reason']}"
     ratio = case["iteration_s"] / case["no_offload_s"]
-    return f"{format_seconds(case['iteration_s'])} ({ratio:.2f}), {format_bytes(case['host_peak_bytes'])} RAM"
+    return f"{format_seconds(case['iteration_s'])} ({ratio:.2f}), {format_bytes(case['host_peak_bytes'])}"
 
 
 HOME_DEVICE, HOME_RAM = parse_bytes("12GiB"), parse_bytes("32GB")
@@ -148,24 +148,42 @@ def home(results: Sequence[Result]) -> str:
 
 
 def by_ram(results: Sequence[Result]) -> str:
-    """Return which models are trained how on a card of 12 GB with the RAM of home machines."""
+    """Return the RAM of home machines, with a card of 12 GB, in which models are trained, by the way of training."""
     if not results:
         return ""
     settings = results[0]["settings"]
-    head = ["model", "what is trained", *(f"{ram.removesuffix('GB')} GB of RAM" for ram in settings["rams"])]
+    rows_of = {result["settings"]["model"]: result["figures"]["rows"] for result in results}
+    head = ["what is trained", *(f"`{model}`" for model in rows_of)]
     rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for result in results:
-        for way in dict.fromkeys(row["way"] for row in result["figures"]["rows"]):
-            found = {row["ram"]: row for row in result["figures"]["rows"] if row["way"] == way}
-            fits = ["no" if found[ram]["iteration_s"] is None else "yes" for ram in settings["rams"]]
-            rows.append(f"| `{result['settings']['model']}` | {way} | {' | '.join(fits)} |")
+    for way in dict.fromkeys(row["way"] for found in rows_of.values() for row in found):
+        fits = [[row["ram"] for row in found if row["way"] == way and row["iteration_s"]] for found in rows_of.values()]
+        least = [next((ram.replace("GB", " GB") for ram in settings["rams"] if ram in those), "more") for those in fits]
+        rows.append(f"| {way} | {' | '.join(least)} |")
     made = origins(results)
     size, length = settings["batch"]
     how = f"`{settings['card']}`, {size} x {length} tokens, {settings['left']:.0%} of the RAM for training"
     return "\n".join([*rows, "", f"**Simulated**, {how}, by `python -m scripts.docs.fits --home` ({made})."])
 
 
-BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits, "home": by_ram}
+def longest(results: Sequence[Result]) -> str:
+    """Return the longest sequences by card, without tiles of tokens and with them."""
+    if not results:
+        return ""
+    settings, rows_of = results[0]["settings"], results[0]["figures"]["longest"]
+    cards = [*rows_of[0]["longest"]]
+    rows = ["| | " + " | ".join(card.replace("GB", " GB") for card in cards) + " |", "|---" * (len(cards) + 1) + "|"]
+    for way in dict.fromkeys(row["way"] for row in rows_of):
+        pair = [row["longest"] for row in rows_of if row["way"] == way]
+        cells = [" -> ".join(f"{each[card] // 1024}k" for each in pair) for card in cards]
+        rows.append(f"| {way} | {' | '.join(cells)} |")
+    how = (
+        f"one sequence, {settings['host_memory'].replace('GB', ' GB')} of RAM, `tile_tokens={settings['tile_tokens']}`"
+    )
+    made = f"`python -m scripts.docs.longest` ({origins(results)})"
+    return "\n".join([*rows, "", f"**Simulated**, {how}, k = 1,024 tokens, by {made}."])
+
+
+BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits, "home": by_ram, "longest": longest}
 """Blocks of docs/will-it-fit.md by the kind of result they show."""
 
 

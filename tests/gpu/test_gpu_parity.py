@@ -42,6 +42,7 @@ CASES = [
     ),
     Case(options=("keep",), places=("device",), optimizer="adam", family="phi", lag=0, lead=0, seed=5),
     Case(options=("offload",), places=("paged", "host"), dtype="bfloat16", family="mistral", roomy=True, seed=6),
+    Case(options=ALL_OPTIONS, places=EVERYWHERE, lora=True, dropout=0.1, tile_tokens=5, seed=7),
 ]
 
 

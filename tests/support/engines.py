@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
+from lt_offload.model.tiles import tile_tokens
 from lt_offload.schema.plan import Plan
 from tests.support import models, plans
 from tests.support.hostile.device import HostileDevice
@@ -39,6 +40,7 @@ class Case:
     seed: int = 0
     last_option: str | None = None
     chunk_tokens: int = 0
+    tile_tokens: int | None = None
     shapes: tuple[tuple[int, int], ...] = ((2, 12), (2, 12), (2, 12))
 
     def __str__(self) -> str:
@@ -75,9 +77,10 @@ def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 
 def build(case: Case) -> nn.Module:
-    return models.build(
-        case.family, dropout=case.dropout, dtype=getattr(torch, case.dtype), lora=case.lora, seed=case.seed
-    )
+    dtype = getattr(torch, case.dtype)
+    model = models.build(case.family, dropout=case.dropout, dtype=dtype, lora=case.lora, seed=case.seed)
+    tile_tokens(model, case.tile_tokens)
+    return model
 
 
 def batches(case: Case, model: nn.Module, device: torch.device | None = None) -> list[dict[str, torch.Tensor]]:

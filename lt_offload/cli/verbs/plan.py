@@ -283,6 +283,7 @@ def estimate(
         packing=data.pack is True,
         blocks=getattr(app.trainer.strategy, "blocks", None),
         micro_batches=parts,
+        tile_tokens=getattr(app.trainer.strategy, "tile_tokens", None),
         compile_blocks=module.compile_blocks,
         on_progress=status,
     )

@@ -65,3 +65,28 @@ def generators_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 
 def _bits_of(generator: Any) -> Any:
     return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+
+
+def global_states(x: Tensor) -> list[Tensor]:
+    """Return the states of torch's generators that a module called with ``x`` may draw from; none if ``x`` is fake."""
+    if x.is_meta or type(x).__name__ == "FakeTensor":
+        return []
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else [])]
+
+
+@contextmanager
+def drawing(x: Tensor, states: Sequence[Tensor]) -> Iterator[None]:
+    """Let a module called with ``x`` draw what follows ``states``, and nobody else notice; without states whatever."""
+    now = global_states(x) if states else []
+    try:
+        _set_global_states(x, states)
+        yield
+    finally:
+        _set_global_states(x, now)
+
+
+def _set_global_states(x: Tensor, states: Sequence[Tensor]) -> None:
+    for state in states[:1]:
+        torch.set_rng_state(state)
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, x.device)

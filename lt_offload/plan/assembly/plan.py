@@ -70,6 +70,7 @@ def build(
         batch_size=profile.batch_size,
         sequence_length=profile.sequence_length,
         parts=profile.parts,
+        tile_tokens=profile.tile_tokens,
         budget_bytes=budget_bytes,
         host_budget_bytes=host_budget_bytes,
         options=decisions.options,

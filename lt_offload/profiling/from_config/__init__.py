@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lt_offload import optim
-from lt_offload.compat.hugging_face import is_known
+from lt_offload.compat.hugging_face import is_known, one_sequence_per_row
 from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of, reset_dynamo
 from lt_offload.errors import ConfigError, first_line
+from lt_offload.model import tiles
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.quantized import is_packed, replace_tables, without_memory
 from lt_offload.profiling.assemble import assemble
@@ -62,6 +63,7 @@ def profile_config(
     packing: bool = False,
     blocks: str | None = None,
     micro_batches: int = 1,
+    tile_tokens: int | None = None,
     compile_blocks: bool = False,
     prepare: Callable[[nn.Module], nn.Module] | None = None,
     on_progress: Callable[[str], None] | None = None,
@@ -87,6 +89,7 @@ def profile_config(
             attention gets a mask of all pairs of tokens.
         blocks: name of the ``nn.ModuleList`` that holds the layers, e.g. ``"h"``; None: it is found.
         micro_batches: parts of the batch that go through each block in turn.
+        tile_tokens: tokens at a time in what treats each on its own, as by :func:`lt_offload.tile_tokens`.
         compile_blocks: whether every layer is compiled by itself, ``layer.compile()``: what it saves is then what
             torch's compiler decides, and cheap operations between two costly ones are taken as one kernel. What
             ``torch.compile`` has compiled in this process is forgotten, as by ``profile``.
@@ -94,8 +97,8 @@ def profile_config(
         on_progress: is told what is being done.
 
     Raises:
-        ConfigError: if the configuration, hardware, dtype, optimizer, sequence length, ``quantize`` or
-            ``micro_batches`` cannot be used.
+        ConfigError: if the configuration, hardware, dtype, optimizer, sequence length, ``quantize``,
+            ``micro_batches`` or ``tile_tokens`` cannot be used.
         ModelError: if the model has no block sequence, or asks for numbers, which only weights give.
     """
     say = on_progress or (lambda _message: None)
@@ -121,16 +124,20 @@ def profile_config(
     model = _build(model_config, getattr(torch, dtype), lora, prepare, quantize=quantize is not None)
     with FakeTensorMode(), ExitStack() as stack:
         _make_fake(model)
-        batch = _batch(batch_size, sequence_length, padding=padding, packing=packing)
         structure = find_blocks(model, blocks)
         if compile_blocks:
             stack.callback(reset_dynamo)
             compile_planned(structure)
+        if tile_tokens is not None:
+            tiles.tile_tokens(model, tile_tokens, blocks=blocks)
         # Layers that see fewer tokens than a sequence has have a mask for that.
         text = model_config.get_text_config()
         windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
         windowed = any(window is not None and window <= sequence_length for window in windows)
         unmasked = not packing and (batch_size == 1 or not padding) and not windowed
+        batch = _batch(batch_size, sequence_length, padding=padding and not unmasked, packing=packing)
+        if unmasked:
+            stack.enter_context(one_sequence_per_row())
         with Roofline(machine, unmasked=unmasked) as meter:
             measured = measure_blocks(
                 model,

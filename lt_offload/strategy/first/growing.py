@@ -44,8 +44,8 @@ class Growth:
             profile: of the step.
             before: the one that was planned for until now, perhaps in an earlier run.
         """
-        alike = before is not None and (before.fingerprint, before.parts) == (profile.fingerprint, profile.parts)
-        if not self.sizes or before is None or not alike:
+        kinds = [one and (one.fingerprint, one.parts, one.tile_tokens) for one in (before, profile)]
+        if not self.sizes or before is None or kinds[0] != kinds[1]:
             self.sizes = [size]
             return profile
         self.sizes.append(size)

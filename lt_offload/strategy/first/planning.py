@@ -33,6 +33,7 @@ from lt_offload.model.batch import Size
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.optimizers import with_more
 from lt_offload.model.parts import check_micro_batches, extent
+from lt_offload.model.tiles import check_tile_tokens
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.batch.choose import choose_parts
 from lt_offload.plan.orders import compared
@@ -63,6 +64,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         ConfigError: if one cannot be used as given.
     """
     check_micro_batches(options["micro_batches"], auto=True)
+    check_tile_tokens(options["tile_tokens"])
     return Settings.among({**options, "host_memory": Budget.of(options["host_memory"], setting="host_memory")})
 
 
@@ -81,6 +83,7 @@ class Planning(Processes):
         super().__init__()
         self.settings = settings_of(options)
         self.micro_batches: int | Literal["auto"] = options["micro_batches"]
+        self.tile_tokens: int | None = options["tile_tokens"]
         self.blocks: str | None = options["blocks"]
         self.plan_path: str | Path | None = options["plan"]
         self.report_dir: str | Path | None = options["report_dir"]
@@ -393,6 +396,7 @@ class Planning(Processes):
             count = self.run_before.parts(count)
         self.profile = profile = profiled(1 if count == "auto" else count)
         warn_of_change(self.run_before.batch_size, profile.batch_size)
+        self.run_before.warn_of_tiles(profile.tile_tokens)
         if path is not None:
             self.plan = self._replayed(path, profile, budget)
             return

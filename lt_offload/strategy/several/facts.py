@@ -49,6 +49,7 @@ def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict
         "batch_size": strategy.batch_size,
         "max_batch_size": strategy.max_batch_size,
         "micro_batches": strategy.micro_batches,
+        "tile_tokens": strategy.tile_tokens,
         "plan": None if strategy.plan_path is None else str(strategy.plan_path),
     }
     return by_name | strategy.settings.values()

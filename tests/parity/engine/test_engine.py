@@ -43,6 +43,7 @@ def sample(count: int) -> list[Case]:
         "optimizer": list(OPTIMIZERS),
         "lag": [0, 1],
         "lead": [0, 1],
+        "tile_tokens": [None, 5],
     }
     rng = random.Random(SEED)
     columns = {}

@@ -180,9 +180,14 @@ def trainer_of(folder: Path, kind: type[Watched] = Watched, model: Callable[[], 
 
 
 def recorded(
-    make: Callable[[], Any], context: Any = None, *, hooked: bool = True, parts: int = 1
+    make: Callable[[], Any],
+    context: Any = None,
+    *,
+    hooked: bool = True,
+    parts: int = 1,
+    tokens: int | None = None,
 ) -> tuple[Ended, list[Noted]]:
-    """Train, plainly with blocks in so many ``parts``, and return what is left and what was called."""
+    """Train, plainly with blocks in so many ``parts`` and tiles, and return what is left and what was called."""
     torch.manual_seed(3)
     with quiet(), noting() as noted:
         with context or nullcontext():
@@ -190,16 +195,24 @@ def recorded(
         trainer.remove_callback(PrinterCallback)  # it would print what is logged of the engine
         if hooked:
             hook(trainer)
+        if tokens is not None:
+            lt_offload.tile_tokens(trainer.model, tokens)
         with lt_offload.micro_batched_reference(trainer.model, parts) if parts > 1 else nullcontext():
             trainer.train()
         return ended(trainer), noted()
 
 
 def compared(
-    make: Callable[[], Any], memories: list[str], *, hooked: bool = True, least: int = 1, parts: int = 1
+    make: Callable[[], Any],
+    memories: list[str],
+    *,
+    hooked: bool = True,
+    least: int = 1,
+    parts: int = 1,
+    tokens: int | None = None,
 ) -> None:
     """Train both ways, with each of ``memories``; ``least``: so many steps show what to plan in the smallest one."""
-    plain, expected = recorded(make, hooked=hooked, parts=parts)
+    plain, expected = recorded(make, hooked=hooked, parts=parts, tokens=tokens)
     kinds = {"callback", "training_step", "log"} | ({"pre-hook", "hook", "backward"} if hooked else set())
     assert kinds <= {kind for kind, *_ in expected}
     showing: list[FirstStep] = []
@@ -213,7 +226,7 @@ def compared(
         showing.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(FirstStep, "returned", noted)
-            context = lt_offload.hf_trainer(memory=memory, host_memory="4GB", micro_batches=parts)
+            context = lt_offload.hf_trainer(memory=memory, host_memory="4GB", micro_batches=parts, tile_tokens=tokens)
             found, called = recorded(make, context, hooked=hooked)
         assert called == expected
         assert plain.differs(found) == []
@@ -244,6 +257,10 @@ def test_of_a_trainer(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_of_parts(tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path), ["170kB", RESIDENT], hooked=False, parts=2)
+
+
+def test_of_tiles(tmp_path: Path) -> None:
+    compared(lambda: trainer_of(tmp_path), ["170kB", RESIDENT], tokens=5)
 
 
 class OtherLayers(Unused):

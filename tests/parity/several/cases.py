@@ -29,6 +29,7 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "updated on the device": (LLAMA, "tight", {"host_update": False}),
     "tied": (TIED, "tight", {}),
     "bf16": (BF16, "middle", {}),
+    "tiles": (Case(tile_tokens=5, clip_norm=0.3), "tight", {}),
     "lora": (LORA, "tight", {}),
     "qlora": (QLORA, "tight", {}),
     "qlora, in the middle": (QLORA, "middle", {}),
@@ -46,6 +47,7 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "beside, recomputed": (LLAMA, "tight", BESIDE | RECOMPUTED),
     "beside, tied": (TIED, "tight", BESIDE),
     "beside, bf16": (BF16, "middle", BESIDE),
+    "beside, tiles": (Case(tile_tokens=5, accumulate=2), "middle", BESIDE),
     "beside, lora": (LORA, "tight", BESIDE),
     "beside, qlora": (QLORA, "middle", BESIDE),
     "beside, sgd": (Case(optimizer="sgd"), "middle", BESIDE),
@@ -89,7 +91,7 @@ MORE: dict[tuple[int, int], dict[str, tuple[Case, str, dict[str, Any]]]] = {
 
 
 def profile(case: Case) -> Profile:
-    key = repr((case.model, case.four_bits, case.optimizer, case.idle))
+    key = repr((case.model, case.four_bits, case.optimizer, case.idle, case.tile_tokens))
     if key not in _profiles:
         _profiles[key] = measured(case)
     return _profiles[key]

@@ -72,6 +72,7 @@ class Case:
     four_bits: bool = False
     """Whether layers have four bits, under adapters."""
     optimizer: str | Callable[[Any], torch.optim.Optimizer] = "adamw-fused"
+    tile_tokens: int | None = None
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -84,6 +85,7 @@ class Case:
         if self.four_bits:
             return quantized.adapted(**self.model)
         model = models.build(**{"layers": 2} | self.model)
+        lt_offload.tile_tokens(model, self.tile_tokens)
         if self.idle:
             layer: Any = model.get_submodule("model.layers.1")
             layer.mlp = Sometimes(layer.mlp)
