@@ -85,9 +85,8 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
     search = BudgetSearch(request.budget_bytes)
     ram = _RamSearch(request.host_budget_bytes)
     # The program leaves out what is on its way: the schedule finds room for that.
-    planned = replace(
-        config, budget_bytes=search.next, lag=0, lookahead=0, host_budget_bytes=ram.next, idle_states=False
-    )
+    planned = replace(config, budget_bytes=search.next, lag=0, lookahead=0)
+    limited = config.host_budget_bytes is not None
     programs = RelaxedPrograms(request.profile, planned)
     estimated: list[tuple[float, Proposal]] = []
     least, most = _SOLVED
@@ -102,7 +101,7 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
             left = max(left, _LEAST_S)
         name = f"offmate, {verb} for {format_bytes(search.next)}"
         try:
-            solution = programs.solution(search.next, ram.next, left)
+            solution = programs.solution(search.next, ram.next if limited else None, left)
         except InfeasibleError as error:
             candidates.fail(name, str(error))
             if not (ram.back() or search.raise_to(programs.needed_bytes())):
@@ -113,11 +112,7 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
             candidates.cut_short(name)
             break
         decisions = round_tensors(solution, request.profile)
-        if not planned.idle_states and decisions.least_host_bytes(request.profile) > request.host_budget_bytes:
-            # RAM binds, so that the program has to count all of it. Elsewhere it need not.
-            planned = replace(planned, budget_bytes=search.next, idle_states=True)
-            programs = RelaxedPrograms(request.profile, planned)
-            continue
+        request.require_ram(decisions.least_host_bytes(request.profile))
         proposal = Proposal(name=name, sets=Sets(_within_ram(decisions, request), request.profile))
         seconds = candidates.estimate(proposal)
         if isinstance(seconds, Missed):
