@@ -26,6 +26,8 @@ _TURNS = 2
 """The program is solved for that many times as many, as plans may not fit."""
 _PHI = 1.0
 """``OffmateConfig.phi`` of the programs: copies start at the end of the step that makes what they copy."""
+_REACH = 4
+"""Steps around a use in which the program copies: few, as the schedule finds the times of copies anew."""
 _SHORT = 0.003
 """A schedule is short of room if it takes longer than the program says by more than this part of it."""
 _SCHEDULED = 2
@@ -85,7 +87,7 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
     search = BudgetSearch(request.budget_bytes)
     ram = _RamSearch(request.host_budget_bytes)
     # The program leaves out what is on its way: the schedule finds room for that.
-    planned = replace(config, budget_bytes=search.next, lag=0, lookahead=0)
+    planned = replace(config, budget_bytes=search.next, lag=0, lookahead=0, reach=_REACH)
     limited = config.host_budget_bytes is not None
     programs = RelaxedPrograms(request.profile, planned)
     estimated: list[tuple[float, Proposal]] = []
@@ -124,7 +126,6 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
         # room: with a smaller budget the plan may then be faster.
         if enough(seconds):
             break
-        # Programs that go on from others are solved soon: it is the estimates that take the time.
         if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(estimated) == wanted:
             break
     # Estimates tell neighbours apart well enough to schedule only the best of them with care.
