@@ -64,6 +64,8 @@ _BY_NAME: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
 """Methods of papers that are asked by name; ``auto`` asks ``memferry`` where nothing else fits."""
 _LEAST_S = 1.0
 """Seconds for a second attempt, at least."""
+_SHARE = 2 / 3
+"""The part of the time that a search may take whose plan may not fit."""
 _REACH = 3
 """Steps around a use in which copies run in programs that only compare: fewer than for a plan, as many are solved."""
 
@@ -348,15 +350,14 @@ def _searched(profile: Profile, settings: Settings, *, bounded: bool, again: boo
     """
     began = time.monotonic()
     for device, host in _looser(profile, settings):
-        left = max(settings.time_limit - (time.monotonic() - began), _LEAST_S)
-        selection = _selection(profile, replace(settings, time_limit=left), device=device, host=host)
+        selection = _selection(profile, settings, device=device, host=host, until=began + _SHARE * settings.time_limit)
         with suppress(InfeasibleError, RamBinds, UnsupportedError):
             plan = _within(selection.run(bounded=bounded, again=again), profile, settings)
             used = plan.predicted
             if used.device_peak_bytes <= plan.budget_bytes and used.host_peak_bytes <= plan.host_budget_bytes:
                 return selection, plan
-    left = max(settings.time_limit - (time.monotonic() - began), _LEAST_S)
-    selection = _selection(profile, replace(settings, time_limit=left))
+    until = max(began + settings.time_limit, time.monotonic() + _LEAST_S)
+    selection = _selection(profile, settings, until=until)
     return selection, selection.run(bounded=bounded, again=again)
 
 
@@ -378,21 +379,26 @@ def _looser(profile: Profile, settings: Settings) -> Iterator[tuple[int | None, 
 def _within(plan: Plan, profile: Profile, settings: Settings) -> Plan:
     """Return ``plan``, found for looser budgets, with those of ``settings``."""
     machine = profile.hardware
-    return replace(
-        plan, budget_bytes=settings.device_budget(machine), host_budget_bytes=settings.host_budget(machine)
-    )
+    return replace(plan, budget_bytes=settings.device_budget(machine), host_budget_bytes=settings.host_budget(machine))
 
 
 def _selection(
-    profile: Profile, settings: Settings, *, device: int | None = None, host: int | None = None
+    profile: Profile,
+    settings: Settings,
+    *,
+    device: int | None = None,
+    host: int | None = None,
+    until: float | None = None,
 ) -> _Selection:
-    """Return a search within the budgets of ``settings``, or others."""
+    """Return a search within the budgets of ``settings``, or others, that ends at the moment ``until``."""
     request = _request(profile, settings)
     config = offmate_config(profile, settings, reach=_reach(profile))
     if device is not None:
         request, config = replace(request, budget_bytes=device), replace(config, budget_bytes=device)
     if host is not None:
         request, config = replace(request, host_budget_bytes=host), replace(config, host_budget_bytes=None)
+    if until is not None:
+        request, config = replace(request, deadline=until), replace(config, time_limit=until - time.monotonic())
     return _Selection(request, config, settings.planner)
 
 

@@ -79,12 +79,13 @@ def case(seed: int) -> Case:
 
 
 def _least(profile: Profile) -> int:
+    needed: int | None = None
     try:
         lt_offload.solve(profile, memory=1, time_limit=NO_LIMIT_S)
     except lt_offload.InfeasibleError as error:
-        assert error.needed_bytes is not None
-        return error.needed_bytes
-    raise AssertionError("a plan in one byte")
+        needed = error.needed_bytes
+    assert needed is not None
+    return needed
 
 
 def _solved(profile: Profile, memory: int = AMPLE, ram: int = AMPLE) -> lt_offload.Plan:
@@ -94,8 +95,8 @@ def _solved(profile: Profile, memory: int = AMPLE, ram: int = AMPLE) -> lt_offlo
 def with_faster_copies(profile: Profile, factor: float) -> Profile:
     """Return ``profile`` with a link ``factor`` times as fast, which takes as much more of the RAM's bandwidth."""
     shares = profile.contention
-    link = {name: min(1.0, factor * shares.of(name)) for name in ("h2d", "d2h")}  # type: ignore[arg-type]
-    more = Contention(compute=shares.compute, host=shares.host, **link)
+    h2d, d2h = (min(1.0, factor * share) for share in (shares.h2d, shares.d2h))
+    more = Contention(compute=shares.compute, h2d=h2d, d2h=d2h, host=shares.host)
     return replace(with_faster_link(profile, factor), contention=more)
 
 
@@ -157,7 +158,8 @@ def judged(number: int) -> dict[str, Any]:
     laws["more device memory"] = slower([seconds(plan) for plan in (*by_memory, everything)])
     middle = budgets[BUDGETS // 2]
     base = by_memory[BUDGETS // 2]
-    assert base is not None and everything is not None
+    assert base is not None
+    assert everything is not None
     used = base.predicted.host_peak_bytes
     less = [solved(profile, middle, int(part * used)) for part in (0.8, 0.9, 0.97)]
     laws["more RAM"] = slower([*map(seconds, less), seconds(base)])

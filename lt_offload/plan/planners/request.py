@@ -84,7 +84,7 @@ def self_contained(allowed: Allowed) -> Allowed:
 DEFAULTS = Settings()
 ENDLESS = 1 << 60
 """A host budget that no plan needs."""
-_SURELY = 1.03
+_SURELY = 1.25
 """A plan that takes so many times the RAM shows that it binds, though others may take a little less."""
 
 

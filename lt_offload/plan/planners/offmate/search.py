@@ -30,8 +30,9 @@ _REACH = 4
 """Steps around a use in which the program copies: few, as the schedule finds the times of copies anew."""
 _SHORT = 0.003
 """A schedule is short of room if it takes longer than the program says by more than this part of it."""
-_SCHEDULED = 2
-"""Number of proposals, the fastest by estimate, that are scheduled with care."""
+_SCHEDULED_BLOCKS = 60
+_SCHEDULED = (2, 4)
+"""Numbers of proposals, the fastest by estimate, that are scheduled with care, like those of budgets."""
 _OTHER_PHIS = (1.0, 0.5)
 """``OffmateConfig.phi`` of second searches."""
 _MANY_BLOCKS = 20
@@ -91,8 +92,11 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
     limited = config.host_budget_bytes is not None
     programs = RelaxedPrograms(request.profile, planned)
     estimated: list[tuple[float, Proposal]] = []
-    least, most = _SOLVED
-    wanted = min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)
+    blocks = len(request.profile.blocks)
+    wanted, scheduled = (
+        min(max(together // blocks, least), most)
+        for together, (least, most) in ((_SOLVED_BLOCKS, _SOLVED), (_SCHEDULED_BLOCKS, _SCHEDULED))
+    )
     for turn in range(_TURNS * wanted):
         left = request.deadline - time.monotonic()
         # The first program is solved even late if nothing else has fitted: any plan is better than none.
@@ -131,7 +135,7 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
     # Estimates tell neighbours apart well enough to schedule only the best of them with care.
     best = [proposal for _, proposal in sorted(estimated, key=lambda item: item[0])]
     best[1:1] = _with_more_room(best[0], request) if best else ()
-    for proposal in best[:_SCHEDULED]:
+    for proposal in best[:scheduled]:
         candidates.add(proposal)
         if enough(candidates.fastest_s):
             return
