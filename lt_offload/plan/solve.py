@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
 from lt_offload.plan.planners.offmate.program import MakeProgram, lower_bound
 from lt_offload.plan.planners.offmate.search import search_again, search_budgets
 from lt_offload.plan.planners.priced import priced
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
+from lt_offload.plan.planners.request import ENDLESS, NotApplicable, Proposal, RamBinds, Request, allowed_options
 from lt_offload.plan.rows import as_head, in_two_parts, room_of_rows, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.windows import (
@@ -64,6 +64,8 @@ _BY_NAME: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
 """Methods of papers that are asked by name; ``auto`` asks ``memferry`` where nothing else fits."""
 _LEAST_S = 1.0
 """Seconds for a second attempt, at least."""
+_SHARE = 2 / 3
+"""The part of the time that a search may take whose plan may not fit."""
 _REACH = 3
 """Steps around a use in which copies run in programs that only compare: fewer than for a plan, as many are solved."""
 
@@ -329,21 +331,75 @@ def _of_tensors(
 
     ``again``: after a second search if it is far away. ``table``: one that the plan updates in two parts.
     """
-    selection = _selection(profile, settings)
-    plan = selection.run(bounded=bounded, again=again)
+    selection, plan = _searched(profile, settings, bounded=bounded, again=again)
     passes: tuple[Pass, ...] = (*ADDING, "settling" if settings.delayed else "updating")
     passes = passes if adds_up(profile) else ONE_BATCH
     if table is None and passes == ONE_BATCH:
         return plan
     best = selection.candidates.best()
+    best = replace(best, plan=_within(best.plan, profile, settings))
     written = best.written(profile, passes) if table is None else in_two_parts(best, profile, table, passes)
     more = plan.notes[len(best.plan.notes) :]
     return replace(written, predicted=plan.predicted, notes=(*written.notes, *more), alternatives=plan.alternatives)
 
 
-def _selection(profile: Profile, settings: Settings) -> _Selection:
+def _searched(profile: Profile, settings: Settings, *, bounded: bool, again: bool) -> tuple[_Selection, Plan]:
+    """Return the search of the best plan and its result.
+
+    A budget that does not bind changes nothing: one without it comes first, and is the only one if its plan fits.
+    """
+    began = time.monotonic()
+    for device, host in _looser(profile, settings):
+        selection = _selection(profile, settings, device=device, host=host, until=began + _SHARE * settings.time_limit)
+        with suppress(InfeasibleError, RamBinds, UnsupportedError):
+            plan = _within(selection.run(bounded=bounded, again=again), profile, settings)
+            used = plan.predicted
+            if used.device_peak_bytes <= plan.budget_bytes and used.host_peak_bytes <= plan.host_budget_bytes:
+                return selection, plan
+    until = max(began + settings.time_limit, time.monotonic() + _LEAST_S)
+    selection = _selection(profile, settings, until=until)
+    return selection, selection.run(bounded=bounded, again=again)
+
+
+def _looser(profile: Profile, settings: Settings) -> Iterator[tuple[int | None, int | None]]:
+    """Yield budgets of device memory and RAM that may not bind, None for those of ``settings``."""
+    allowed = tuple(allowed_options(block, settings) for block in profile.blocks)
+    budget = settings.device_budget(profile.hardware)
+    # With everything on the device in the fastest way, no plan gains anything by more.
+    everything = next((needed for _, needed in resident_decisions(profile, allowed)), None)
+    if everything is not None and _all_fits(profile, settings):
+        yield everything, ENDLESS
+        if budget >= everything:
+            yield everything, None
+            return
+    if smallest_ram(profile, allowed) <= settings.host_budget(profile.hardware):
+        yield None, ENDLESS
+
+
+def _within(plan: Plan, profile: Profile, settings: Settings) -> Plan:
+    """Return ``plan``, found for looser budgets, with those of ``settings``."""
+    machine = profile.hardware
+    return replace(plan, budget_bytes=settings.device_budget(machine), host_budget_bytes=settings.host_budget(machine))
+
+
+def _selection(
+    profile: Profile,
+    settings: Settings,
+    *,
+    device: int | None = None,
+    host: int | None = None,
+    until: float | None = None,
+) -> _Selection:
+    """Return a search within the budgets of ``settings``, or others, that ends at the moment ``until``."""
+    request = _request(profile, settings)
     config = offmate_config(profile, settings, reach=_reach(profile))
-    return _Selection(_request(profile, settings), config, settings.planner)
+    if device is not None:
+        request, config = replace(request, budget_bytes=device), replace(config, budget_bytes=device)
+    if host is not None:
+        request, config = replace(request, host_budget_bytes=host), replace(config, host_budget_bytes=None)
+    if until is not None:
+        request, config = replace(request, deadline=until), replace(config, time_limit=until - time.monotonic())
+    return _Selection(request, config, settings.planner)
 
 
 def _reach(profile: Profile) -> int:
@@ -357,6 +413,7 @@ def _request(profile: Profile, settings: Settings) -> Request:
         budget_bytes=settings.device_budget(profile.hardware),
         host_budget_bytes=settings.host_budget(profile.hardware),
         allowed=tuple(allowed_options(block, settings) for block in profile.blocks),
+        ram_bytes=settings.host_budget(profile.hardware),
         settings=settings,
         deadline=time.monotonic() + settings.time_limit,
     )
