@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -103,7 +104,9 @@ def _opened(options: Mapping[str, Any]) -> Iterator[None]:
     loops: Loops = []
     before = _open.set((options, loops))
     try:
-        with _PREPARE.active():
+        with ExitStack() as replaced:
+            for attribute in _REPLACED:
+                replaced.enter_context(attribute.active())
             yield
     finally:
         _open.reset(before)
@@ -115,20 +118,49 @@ def _opened(options: Mapping[str, Any]) -> Iterator[None]:
 def _offloading(prepare: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(prepare)
     def prepared(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        opened = _open.get()
-        # A Trainer's accelerator is its own affair, and one that was prepared with goes on as it was.
-        if opened is not None and not {"prepare_model", _LOOP} & vars(accelerator).keys():
-            limits.check("accelerate", limits.Setup(trainer=accelerator))
+        own, begin = vars(accelerator), functools.partial(prepare, accelerator)
+        opened, loop = _open.get(), own.get(_LOOP)
+        # A Trainer's accelerator is its own affair, and a loop that has a model goes on as it was.
+        if opened is not None and (loop.model is None if loop is not None else "prepare_model" not in own):
             options, loops = opened
-            loops.append(Loop(accelerator, options))
-        return prepare(accelerator, *args, **kwargs)
+            if loop is None:
+                limits.check("accelerate", limits.Setup(trainer=accelerator))
+                loops.append(Loop(accelerator, options))
+                begin = own.get(prepare.__name__, begin)
+            elif loop not in loops:
+                loop.restart(options)
+                loops.append(loop)
+        return begin(*args, **kwargs)
 
     return prepared
 
 
+def _required(backward: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(backward)
+    def checked(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        if _open.get() is not None and accelerator._models and "prepare_model" not in vars(accelerator):
+            raise ConfigError(
+                "accelerator.prepare() got the model before accelerated() began, which offloads what is prepared in "
+                "it: call prepare() within the context"
+            )
+        backward(accelerator, *args, **kwargs)
+
+    return checked
+
+
 _LOOP = "offmate"
 """The attribute of an accelerator that holds its loop."""
-_PREPARE = Replaced(lambda: import_module("accelerate").Accelerator, "prepare", _offloading)
+_REPLACED = [
+    Replaced(lambda: import_module("accelerate").Accelerator, name, make)
+    for name, make in (
+        ("prepare", _offloading),
+        ("prepare_model", _offloading),
+        ("prepare_optimizer", _offloading),
+        ("backward", _required),
+    )
+]
+_running: dict[int, Loop] = {}
+"""The loop whose model is called, by thread: contexts of the engine are a thread's, and open and close in turn."""
 
 
 class Loop(Training):
@@ -137,6 +169,8 @@ class Loop(Training):
     def __init__(self, accelerator: Any, options: Mapping[str, Any]) -> None:
         super().__init__(options)
         self._accelerator = accelerator
+        self._thread = 0
+        """The thread that the model is prepared in."""
         self.began = False
         """True once a model that was prepared has been called."""
         self._step = ExitStack()
@@ -147,9 +181,14 @@ class Loop(Training):
         self.adapt(accelerator)
         for name in ("end_training", "free_memory"):
             vars(accelerator)[name] = self._closing(getattr(accelerator, name))
+        accelerator.backward = self._called_before(accelerator.backward)
         vars(accelerator)[_LOOP] = self
         accelerator.register_save_state_pre_hook(lambda _models, _weights, folder: self._save(folder))
         accelerator.register_load_state_pre_hook(lambda _models, folder: self._load(folder))
+
+    def restart(self, options: Mapping[str, Any]) -> None:
+        """Go by the ``options`` of another context, in which the accelerator gets its next model."""
+        super().__init__(options)
 
     # -- known by the accelerator ------------------------------------------------------------------------------------
 
@@ -162,11 +201,16 @@ class Loop(Training):
     def _optimizer(self) -> Optimizer:
         own = {id(parameter) for parameter in self.model.parameters()}
         optimizers = [unwrapped(one) for one in optimizers_of(self._accelerator)]
-        suitable = [one for one in optimizers if own & {id(p) for group in one.param_groups for p in group["params"]}]
+        suitable = [
+            one
+            for one in dict.fromkeys(optimizers)
+            if own & {id(p) for group in one.param_groups for p in group["params"]}
+        ]
         if len(suitable) != 1:
             raise ConfigError(
                 f"{len(suitable)} optimizers that accelerator.prepare() got have weights of "
-                f"{type(self.model).__name__}, which is called with gradients; give it one optimizer"
+                f"{type(self.model).__name__}, which is called with gradients; give it one optimizer, "
+                "and call accelerator.free_memory() before it gets another"
             )
         return suitable[0]
 
@@ -219,14 +263,22 @@ class Loop(Training):
             return
         if self.model is not None:
             raise limits.SEVERAL_TRAIN.error(f"{type(model).__name__} beside {type(self.model).__name__}")
-        self.model = model
+        self.model, self._thread = model, threading.get_ident()
         self.settings = replace(self.settings, accumulate=self._accelerator.gradient_accumulation_steps)
         self._forget_plan(self.run_before)
         self._around.callback(before_calls(model, self._called))
 
     def _called(self, args: Any, kwargs: Any) -> None:
         """Be ready for a call of the model."""
-        self.began = True
+        if not self.began:
+            if threading.get_ident() != self._thread:
+                raise ConfigError(
+                    f"{type(self.model).__name__} is called in another thread than accelerator.prepare() was: call "
+                    "both in one"
+                )
+            if (other := _running.setdefault(self._thread, self)) is not self:
+                raise limits.SEVERAL_TRAIN.error(f"{type(self.model).__name__} beside {type(other.model).__name__}")
+            self.began = True
         if torch.is_grad_enabled():
             if not self._watching:
                 self._step = ExitStack()
@@ -234,6 +286,18 @@ class Loop(Training):
         elif self.engine is None and self._watched is None:
             context = streamed(self.model, self._budget, find_blocks(self.model, self.blocks), self.root_device)
             self.engine = self._installed.enter_context(context)
+
+    def _called_before(self, backward: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(backward)
+        def checked(*args: Any, **kwargs: Any) -> None:
+            if self.model is not None and not self.began:
+                raise ConfigError(
+                    f"{type(self.model).__name__} was not called before accelerator.backward(): call what "
+                    "accelerator.prepare() returned, and no part or method of it"
+                )
+            backward(*args, **kwargs)
+
+        return checked
 
     def _stepped(self) -> None:
         self._watching = False
@@ -255,7 +319,9 @@ class Loop(Training):
             undo.callback(self._around.close)
             undo.callback(self._close_engine)
             self._step.close()
-        self._watching, self.model = False, None
+        if self.began:
+            del _running[self._thread]
+        self._watching, self.began, self.model = False, False, None
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

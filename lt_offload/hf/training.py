@@ -61,11 +61,14 @@ class Training(Planning):
         clip_norm, clip_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-            # Without a plan nothing is trained by the engine, and gradients are where torch looks for them.
-            if self.engine is None or self.engine.plan is None:
-                norm: Tensor = clip_norm(parameters, max_norm, norm_type)
+            listed = _listed(parameters)
+            # The engine clips complete sums of all weights. Those of some, or of a window that goes on, are where torch
+            # looks for them; so are all where there is no plan, and nothing is trained by the engine.
+            engine = self.engine if accelerator.sync_gradients else None
+            if engine is None or engine.plan is None or not _trained(self.model) <= set(listed):
+                norm: Tensor = clip_norm(listed, max_norm, norm_type)
                 return norm
-            return self.engine.clip_grad_norm_(max_norm, norm_type, parameters=list(_listed(parameters)))
+            return engine.clip_grad_norm_(max_norm, norm_type, parameters=listed)
 
         def clip_grad_value_(parameters: Any, value: float) -> None:
             if self.engine is None or self.engine.plan is None:
@@ -168,6 +171,10 @@ def unwrapped(optimizer: Any) -> Optimizer:
         optimizer = optimizer.optimizer
     inner: Optimizer = optimizer
     return inner
+
+
+def _trained(model: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in model.parameters() if parameter.requires_grad}
 
 
 def _listed(parameters: Any) -> list[Tensor]:

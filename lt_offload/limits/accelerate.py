@@ -47,5 +47,6 @@ SEVERAL_TRAIN = limit(
     "two models that train under accelerated()",
     "accelerate",
     why="one plan is for one model with its optimizer",
-    instead="train one of them, and call requires_grad_(False) of the other before accelerator.prepare()",
+    instead="train one of them, and call requires_grad_(False) of the other before accelerator.prepare(); one after "
+    "another with accelerator.end_training() between them",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,36 @@ def test_another_model_may_follow() -> None:
     assert [*map(float, after)] == [*map(float, before)]
 
 
+@pytest.mark.parametrize("count", [None, 5])
+def test_partial_sums_and_some_of_the_weights_are_clipped(count: int | None) -> None:
+    def loop(accelerator: Any, model: Any, optimizer: Any) -> list[Tensor]:
+        seen = []
+        for batch in rows():
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch)["loss"])
+                seen.append(accelerator.clip_grad_norm_([*model.parameters()][:count], 0.1))
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.end_training()
+        return [*seen, *model.parameters()]
+
+    model = Net()
+    accelerator = accelerated.Script(Path(), None, accelerated.SMALL).start(gradient_accumulation_steps=2)
+    expected = loop(accelerator, *accelerator.prepare(model, adamw(model)))
+    assert all(map(torch.equal, loop(*prepared(gradient_accumulation_steps=2)), expected))
+
+
+def test_each_context_counts_for_what_is_prepared_in_it() -> None:
+    accelerator = accelerated.Script(Path(), None, accelerated.SMALL).start()
+    for memory in (1_000_000_000, 2_000_000_000):
+        with lt_offload.accelerated(memory=memory, planner="resident"):
+            model = Net()
+            optimizer = accelerator.prepare_optimizer(adamw(model))
+            loop_of(accelerator, accelerator.prepare_model(model), optimizer)
+            assert accelerator.offmate.plan.budget_bytes == memory
+        assert type(model(**rows()[0])["loss"].grad_fn).__name__ == "NllLossBackward0"
+
+
 def test_what_the_loop_raises_leaves_a_model_that_trains() -> None:
     model = Net()
     expected = model(**rows()[0])["loss"]
@@ -160,6 +191,29 @@ def _no_backward(accelerator: Any) -> None:
     torch.autograd.backward(model(**rows()[0])["loss"])
 
 
+def _beside(accelerator: Any) -> None:
+    accelerator._models[0](**rows()[0])
+    with lt_offload.accelerated(memory="1GB"):
+        other, model = Accelerator(cpu=True), Net()
+        other.prepare(model, adamw(model))[0](**rows()[0])
+
+
+def _of_another_thread(accelerator: Any) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(accelerator._models[0], **rows()[0]).result()
+
+
+def _not_itself(accelerator: Any) -> None:
+    accelerator.backward(accelerator._models[0].head.weight.sum())
+
+
+def _before_the_context(_accelerator: Any) -> None:
+    other = Accelerator(cpu=True)
+    model = other.prepare(Net())
+    with lt_offload.accelerated(memory="1GB"):
+        other.backward(model(**rows()[0])["loss"])
+
+
 @pytest.mark.parametrize(
     ("use", "options", "message"),
     [
@@ -167,6 +221,10 @@ def _no_backward(accelerator: Any) -> None:
         (None, {"dynamo_backend": "eager"}, r"Accelerator\(dynamo_backend='EAGER'\): .* layer\.compile\(\)"),
         (_second, {}, r"Net beside Net: .* call requires_grad_\(False\)"),
         (_no_optimizer, {}, "0 optimizers that accelerator.prepare.. got have weights of Net"),
+        (_beside, {}, r"Net beside Net: .* one after another with accelerator\.end_training\(\)"),
+        (_of_another_thread, {}, "Net is called in another thread than accelerator.prepare.. was"),
+        (_not_itself, {}, "Net was not called before accelerator.backward.*: call what accelerator.prepare.. returned"),
+        (_before_the_context, {}, "call prepare.. within the context"),
         (_no_backward, {}, "Net was called with gradients, and no backward of a loss followed"),
     ],
 )
