@@ -29,6 +29,7 @@ from lt_offload.model.batch import Size
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.compiled import before_calls
 from lt_offload.model.parts import extent
+from lt_offload.model.tiles import tiled
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import Profile
@@ -266,6 +267,7 @@ class Loop(Training):
         self.model, self._thread = model, threading.get_ident()
         self.settings = replace(self.settings, accumulate=self._accelerator.gradient_accumulation_steps)
         self._forget_plan(self.run_before)
+        self._around.enter_context(tiled(model, self.tile_tokens, self.blocks))
         self._around.callback(before_calls(model, self._called))
 
     def _called(self, args: Any, kwargs: Any) -> None:

@@ -82,13 +82,18 @@ def of_examples(
     clip: float | None = None,
     evaluates: bool = False,
     shuffle: bool = True,
+    tile: int | None = None,
     model: Callable[[Script], nn.Module] = Script.model,
     **options: Any,
 ) -> Ended:
-    """The loop of accelerate's own examples."""
+    """The loop of accelerate's own examples; ``tile``: tokens at a time."""
+    if script.settings is not None and tile is not None:
+        script.settings = script.settings | {"tile_tokens": tile}
     with script.within:
         accelerator = script.start(gradient_accumulation_steps=accumulate, **options)
         made = model(script)
+        if script.settings is None and tile is not None:
+            lt_offload.tile_tokens(made, tile)
         optimizer: Any = adamw(made)
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         net, optimizer, loader, schedule = accelerator.prepare(
@@ -240,6 +245,7 @@ CASES: dict[str, Callable[[Script], Ended]] = {
     "every batch an update": of_examples,
     "accumulated, clipped, evaluated": partial(of_examples, accumulate=3, clip=0.1, evaluates=True),
     "mixed precision": partial(of_examples, accumulate=2, mixed_precision="bf16"),
+    "in tiles": partial(of_examples, accumulate=2, clip=0.1, tile=5),
     "LoRA": partial(of_examples, accumulate=2, clip=0.1, shuffle=False, model=with_lora),
     "by hand": by_hand,
     "resumed": resumed,
