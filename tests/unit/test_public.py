@@ -37,6 +37,7 @@ PUBLIC = [
     "profile_config",
     "simulate",
     "solve",
+    "tile_tokens",
 ]
 
 
