@@ -250,6 +250,45 @@ class Loop(Training):
             "learned"
         )
 
+    # -- the optimizer -----------------------------------------------------------------------------------------------
+
+    def _in_place(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        in_place = super()._in_place(prepare)
+
+        def prepared(thing: Any, *args: Any, **options: Any) -> Any:
+            ready = in_place(thing, *args, **options)
+            if isinstance(ready, Optimizer):
+                self._let_clear(ready)
+            return ready
+
+        return prepared
+
+    def _let_clear(self, optimizer: Any) -> None:
+        """Let ``optimizer.zero_grad(set_to_none=False)`` clear gradients, too, of which none is left to be zeroed."""
+        zero_grad, zeroed = optimizer.zero_grad, set[nn.Parameter]()
+
+        def check(*_: Any) -> None:
+            if self._trains and any(parameter.grad is None for parameter in zeroed):
+                raise ConfigError(
+                    "zero_grad(set_to_none=False) was called, and a weight that had a gradient has none in this step, "
+                    "which would be of zeros; use set_to_none=True"
+                )
+
+        def cleared(set_to_none: bool | None = None) -> None:
+            if set_to_none is False and self._trains and self._accelerator.sync_gradients:
+                if not zeroed:
+                    unwrapped(optimizer).register_step_pre_hook(check)
+                groups = optimizer.param_groups
+                zeroed.update(p for group in groups for p in group["params"] if p.grad is not None)
+                set_to_none = True
+            zero_grad(set_to_none)
+
+        optimizer.zero_grad = cleared
+
+    @property
+    def _trains(self) -> bool:
+        return self.engine is not None and self.engine.plan is not None
+
     # -- the models --------------------------------------------------------------------------------------------------
 
     def _moves(self, thing: Any) -> bool:
