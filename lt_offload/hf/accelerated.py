@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.compat.hugging_face import optimizers_of
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, OverBudget
 from lt_offload.execute import find_device
 from lt_offload.hf.replaced import Replaced
 from lt_offload.hf.report import read_record
@@ -35,6 +35,7 @@ from lt_offload.schema.profile import Profile
 from lt_offload.session import streamed
 from lt_offload.strategy.first.planning import settings_of
 from lt_offload.strategy.first.survey import early_loss
+from lt_offload.units import format_bytes
 
 Loops = list["Loop"]
 _open: ContextVar[tuple[Mapping[str, Any], Loops] | None] = ContextVar("lt_offload_accelerated", default=None)
@@ -321,7 +322,13 @@ class Loop(Training):
                 self._watching = self._enter(kwargs or args, self._step) is not None
         elif self.engine is None and self._watched is None:
             context = streamed(self.model, self._budget, find_blocks(self.model, self.blocks), self.root_device)
-            self.engine = self._installed.enter_context(context)
+            try:
+                self.engine = self._installed.enter_context(context)
+            except OverBudget as error:
+                raise OverBudget(
+                    f"a call of {type(self.model).__name__} needs more than memory={format_bytes(self._budget)}: set "
+                    f"memory= to more ({error})"
+                ) from error
 
     def _called_before(self, backward: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(backward)
