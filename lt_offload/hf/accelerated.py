@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.compat.hugging_face import optimizers_of
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, OverBudget
 from lt_offload.execute import find_device
 from lt_offload.hf.replaced import Replaced
 from lt_offload.hf.report import read_record
@@ -36,6 +36,7 @@ from lt_offload.schema.profile import Profile
 from lt_offload.session import streamed
 from lt_offload.strategy.first.planning import settings_of
 from lt_offload.strategy.first.survey import early_loss
+from lt_offload.units import format_bytes
 
 Loops = list["Loop"]
 _open: ContextVar[tuple[Mapping[str, Any], Loops] | None] = ContextVar("lt_offload_accelerated", default=None)
@@ -254,6 +255,45 @@ class Loop(Training):
             "learned"
         )
 
+    # -- the optimizer -----------------------------------------------------------------------------------------------
+
+    def _in_place(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        in_place = super()._in_place(prepare)
+
+        def prepared(thing: Any, *args: Any, **options: Any) -> Any:
+            ready = in_place(thing, *args, **options)
+            if isinstance(ready, Optimizer):
+                self._let_clear(ready)
+            return ready
+
+        return prepared
+
+    def _let_clear(self, optimizer: Any) -> None:
+        """Let ``optimizer.zero_grad(set_to_none=False)`` clear gradients, too, of which none is left to be zeroed."""
+        zero_grad, zeroed = optimizer.zero_grad, set[nn.Parameter]()
+
+        def check(*_: Any) -> None:
+            if self._trains and any(parameter.grad is None for parameter in zeroed):
+                raise ConfigError(
+                    "zero_grad(set_to_none=False) was called, and a weight that had a gradient has none in this step, "
+                    "which would be of zeros; use set_to_none=True"
+                )
+
+        def cleared(set_to_none: bool | None = None) -> None:
+            if set_to_none is False and self._trains and self._accelerator.sync_gradients:
+                if not zeroed:
+                    unwrapped(optimizer).register_step_pre_hook(check)
+                groups = optimizer.param_groups
+                zeroed.update(p for group in groups for p in group["params"] if p.grad is not None)
+                set_to_none = True
+            zero_grad(set_to_none)
+
+        optimizer.zero_grad = cleared
+
+    @property
+    def _trains(self) -> bool:
+        return self.engine is not None and self.engine.plan is not None
+
     # -- the models --------------------------------------------------------------------------------------------------
 
     def _moves(self, thing: Any) -> bool:
@@ -287,7 +327,13 @@ class Loop(Training):
                 self._watching = self._enter(kwargs or args, self._step) is not None
         elif self.engine is None and self._watched is None:
             context = streamed(self.model, self._budget, find_blocks(self.model, self.blocks), self.root_device)
-            self.engine = self._installed.enter_context(context)
+            try:
+                self.engine = self._installed.enter_context(context)
+            except OverBudget as error:
+                raise OverBudget(
+                    f"a call of {type(self.model).__name__} needs more than memory={format_bytes(self._budget)}: set "
+                    f"memory= to more ({error})"
+                ) from error
 
     def _called_before(self, backward: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(backward)

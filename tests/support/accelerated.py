@@ -139,7 +139,7 @@ def by_hand(script: Script) -> Ended:
         loss.backward()
         accelerator.clip_grad_value_(model.parameters(), 1e-3)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         script.notes(loss, *(weight.sum() for weight in model.parameters()))
     ended = script.ended(model, optimizer)
     accelerator.end_training()

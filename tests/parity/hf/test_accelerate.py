@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import lt_offload
-from lt_offload.errors import ConfigError, UnsupportedError
+from lt_offload.errors import ConfigError, OverBudget, UnsupportedError
 from scripts.attack.compared import BUDGETS, attacked
 from tests import sampling
 from tests.support import accelerated
@@ -175,6 +175,18 @@ def test_what_the_loop_raises_leaves_a_model_that_trains() -> None:
     assert torch.equal(loss, expected)
     loss.backward()
     inner.step()
+
+
+def test_a_memory_that_is_too_small_for_a_block_is_named() -> None:
+    batch, model = rows()[0], Net()
+    with torch.no_grad():
+        expected = model(**batch)["loss"]
+        accelerator = accelerated.Script(Path(), None, accelerated.SMALL).start()
+        with lt_offload.accelerated(memory="1kB"):
+            accelerator.prepare(model, adamw(model))
+            with pytest.raises(OverBudget, match="memory=1 kB: set memory= to more"):
+                model(**batch)
+        assert torch.equal(model(**batch)["loss"], expected)
 
 
 def _second(accelerator: Any) -> None:
