@@ -36,6 +36,7 @@ PUBLIC = [
     "profile_config",
     "simulate",
     "solve",
+    "tile_tokens",
 ]
 
 
