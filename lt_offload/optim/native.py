@@ -207,7 +207,7 @@ def _library_root() -> int | None:
 
     MKL's is not always the number that is nearest.
     """
-    if not torch.backends.mkl.is_available():
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return None
     try:
         return ctypes.cast(ctypes.CDLL(LIBRARY).vmsSqrt, ctypes.c_void_p).value

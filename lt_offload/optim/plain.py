@@ -246,22 +246,18 @@ def _pieces(entry: Entry) -> Iterator[Entry]:
 
 def _fused(entries: Sequence[Entry], options: Options) -> None:
     """Update ``param`` itself, and no other; the entries are on one device."""
-    lists = [
-        [entry.param for entry in entries],
-        [entry.grad for entry in entries],
-        [entry.exp_avg for entry in entries],
-        [entry.exp_avg_sq for entry in entries],
-        [],
-    ]
+    params, grads = [entry.param for entry in entries], [entry.grad for entry in entries]
+    exp_avgs, exp_avg_sqs = [entry.exp_avg for entry in entries], [entry.exp_avg_sq for entry in entries]
     common: dict[str, Any] = {name: getattr(options, name) for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
     common |= {"amsgrad": False, "maximize": options.maximize}
-    if options.decoupled and not options.each:
-        steps: dict[float, Tensor] = {}
-        for entry in entries:
-            if entry.step not in steps:
-                steps[entry.step] = torch.full((), entry.step, dtype=torch.float32, device=entry.param.device)
-        fused_adamw_(*lists, [steps[entry.step] for entry in entries], **common)
+    if options.each or not options.decoupled:
+        # This counts by itself.
+        before = [torch.full((), entry.step - 1, dtype=torch.float32, device=entry.param.device) for entry in entries]
+        common |= {"foreach": False, "fused": not options.each, "decoupled_weight_decay": options.decoupled}
+        adam(params, grads, exp_avgs, exp_avg_sqs, [], before, **common)
         return
-    # This counts by itself.
-    before = [torch.full((), entry.step - 1, dtype=torch.float32, device=entry.param.device) for entry in entries]
-    adam(*lists, before, foreach=False, fused=not options.each, decoupled_weight_decay=options.decoupled, **common)
+    steps: dict[float, Tensor] = {}
+    for entry in entries:
+        if entry.step not in steps:
+            steps[entry.step] = torch.full((), entry.step, dtype=torch.float32, device=entry.param.device)
+    fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], [steps[entry.step] for entry in entries], **common)

@@ -17,7 +17,7 @@ from torch.optim.adam import adam
 
 from lt_offload.compat.torch import foreach_add_
 from lt_offload.optim import native
-from lt_offload.optim.adamw import options_of
+from lt_offload.optim.adamw import AdamW, entry_of, options_of
 from lt_offload.optim.plain import Entry, Options
 
 State = Mapping[str, Any]
@@ -65,12 +65,11 @@ def adam_update(
 
 def kernel_options(group: Mapping[str, Any], param: Tensor) -> Options | None:
     """Return how the kernel updates ``param`` and its like with the options ``group``; None: it does not."""
-    if not param.is_cpu or group["amsgrad"]:
+    # Of lists torch rounds some scalars in another way, and weight decay in a gradient by where an element is; not in
+    # fp32, and not in the fused kernel.
+    apart = group["foreach"] or (group["weight_decay"] != 0 and not group["decoupled_weight_decay"])
+    if not param.is_cpu or group["amsgrad"] or (apart and param.dtype != torch.float32 and not group["fused"]):
         return None
-    if param.dtype != torch.float32 and not group["fused"]:
-        # Of lists torch rounds some scalars in another way; and weight decay in a gradient by where an element is.
-        if group["foreach"] or not (group["decoupled_weight_decay"] or group["weight_decay"] == 0):
-            return None
     return replace(options_of(group, 1.0), each=not group["fused"], decoupled=group["decoupled_weight_decay"])
 
 
@@ -99,3 +98,21 @@ def update(optimizer: Optimizer) -> None:
         return
     with torch.no_grad():
         run()
+
+
+def by_kernel(optimizer: Optimizer) -> bool:
+    """Return whether the kernel does what :func:`update` does for an ``optimizer`` whose parameters have states."""
+    [group] = optimizer.param_groups
+    param = group["params"][0]
+    state = optimizer.state[param]
+    if isinstance(optimizer, AdamW):
+        options, seeds = options_of(group, optimizer.grad_scale), optimizer.seeds(param, state, group)
+    elif type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        known, seeds = kernel_options(group, param), (None, 0)
+        if known is None:
+            return False
+        options = known
+    else:
+        return False
+    entry = entry_of(param, param.grad, state, seeds)
+    return native.Kernel.kind(entry, options) is not None and native.kernel() is not None

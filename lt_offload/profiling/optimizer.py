@@ -43,7 +43,7 @@ from lt_offload.model.optimizers import (
     tensors_of,
     twin_of,
 )
-from lt_offload.optim import AdamW, native
+from lt_offload.optim import AdamW, native, torch_adam
 from lt_offload.optim.rows import updates_rows
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.profiling.meters import AHEAD, Roofline, Stopwatch, Watch, fastest
@@ -285,6 +285,11 @@ class _ParameterStandIn:
             if parameter.grad is None:
                 parameter.grad = torch.full_like(parameter, 1e-3)
 
+    def update(self) -> None:
+        """Update as the engine does, where there is a state: on the host by the compiled kernel, if that is for it."""
+        self.fill_gradients()
+        torch_adam.update(self.optimizer)
+
     def step(self) -> None:
         self.fill_gradients()
         try:
@@ -326,11 +331,16 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
         return _scratch(_ParameterStandIn(replace(sample, shape=_cut(sample.shape, most)), device), device)
 
     if device.type != "cuda":
-        speed = _speed(_host_stand_in(optimizer, sample, _ELEMENTS["cpu"]), device)
-        # Per byte, which a few rows show.
-        ratio = scratch(_LEAST_ELEMENTS)
-        return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=ratio)
-    speeds = _host_speeds(optimizer, sample, memory_node_of(device))
+        stand_in = _host_stand_in(optimizer, sample, _ELEMENTS["cpu"])
+        speed = _speed(stand_in, device)
+        return OptimizerProfile(
+            name=name,
+            host_bytes_per_s=speed,
+            device_bytes_per_s=speed,
+            scratch_ratio=scratch(_LEAST_ELEMENTS),  # per byte, which a few rows show
+            host_kernel=torch_adam.by_kernel(stand_in.optimizer),
+        )
+    speeds, by_kernel = _host_speeds(optimizer, sample, memory_node_of(device))
     # The fewest that are about as fast as any.
     threads = next(n for n, speed in speeds.items() if speed >= (1 - _TOLERANCE) * max(speeds.values()))
 
@@ -345,15 +355,19 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
         scratch_ratio=in_what_room(scratch, _SAMPLE_ELEMENTS, least=_LEAST_ELEMENTS),
         host_threads=threads,
         host_speeds={n: speed for n, speed in speeds.items() if n <= threads},
+        host_kernel=by_kernel,
     )
 
 
-def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dict[int, float]:
-    """Return the speed of updates on the host by number of threads, measured as the engine will run them."""
+def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> tuple[dict[int, float], bool]:
+    """Return the speed of updates on the host by number of threads, measured as the engine will run them.
+
+    Behind it, whether the compiled kernel does them.
+    """
     cores = len(node.cores) or len(os.sched_getaffinity(0))
     before = torch.get_num_threads()
 
-    def measure() -> dict[int, float]:
+    def measure() -> tuple[dict[int, float], bool]:
         stand_in = _host_stand_in(optimizer, sample, _ELEMENTS["cuda"])
         stand_in.step()  # makes the state
         stand_in.map()
@@ -361,7 +375,7 @@ def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dic
         for threads in thread_counts(cores - 1):
             torch.set_num_threads(threads)
             speeds[threads] = _speed(stand_in, torch.device("cpu"))
-        return speeds
+        return speeds, torch_adam.by_kernel(stand_in.optimizer)
 
     try:
         return node.run(measure)
@@ -400,7 +414,7 @@ def trial_updates(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], No
         stand_in.step()  # makes the state
         if mapped:
             stand_in.map()
-    return [stand_in.step for stand_in in stand_ins]
+    return [stand_in.update for stand_in in stand_ins]
 
 
 def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> OptimizerProfile:
@@ -408,26 +422,26 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
     stand_in = _ParameterStandIn(replace(_largest(optimizer), shape=_ESTIMATE_SHAPE), torch.device("cpu"))
     stand_in.step()  # makes the state
     with Roofline(hardware) as meter:
-        stand_in.step()
-    ratio = device_ratio = meter.traffic / stand_in.nbytes
+        stand_in.update()
+    ratio = meter.traffic / stand_in.nbytes
+    # On a device by operations of torch's. Of ours, states of fewer bits are decoded and coded anew by them.
+    with native.left_out(), Roofline(hardware) as meter:
+        stand_in.update()
+    device_ratio = meter.traffic / stand_in.nbytes
     bandwidth, core = hardware.host_memory_bytes_per_s, _CORE_BYTES_PER_S
     dtypes = {value.dtype for value in tensors_of(stand_in.state).values() if value.numel() > 1}
-    if dtypes & {torch.uint8, torch.bfloat16}:
-        # States of fewer bits are decoded and coded anew: on a device by operations of their own.
-        with native.left_out(), Roofline(hardware) as meter:
-            stand_in.step()
-        device_ratio = meter.traffic / stand_in.nbytes
     if torch.uint8 in dtypes:
         core *= _CODING_SHARE
-    threads = max(1, math.ceil(bandwidth / core))
+    threads, ours = max(1, math.ceil(bandwidth / core)), isinstance(optimizer, AdamW)
     return OptimizerProfile(
         name=type(optimizer).__name__,
         host_bytes_per_s=bandwidth / ratio,
         device_bytes_per_s=hardware.device_memory_bytes_per_s / device_ratio,
-        fused_bytes_per_s=hardware.device_memory_bytes_per_s / ratio if ratio < device_ratio else 0.0,
+        fused_bytes_per_s=hardware.device_memory_bytes_per_s / ratio if ours and ratio < device_ratio else 0.0,
         scratch_ratio=_scratch(stand_in, torch.device("cpu")),
         host_threads=threads,
         host_speeds={n: min(bandwidth, n * core) / ratio for n in thread_counts(threads)},
+        host_kernel=torch_adam.by_kernel(stand_in.optimizer),
     )
 
 
@@ -450,11 +464,11 @@ def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:
     launch_s, times = 0.0, list[float]()
     if watch.lags:
         watch.lap()
-        stand_in.step()
+        stand_in.update()
         launch_s = watch.lap().launch_s
     while not watch.enough(times):
         watch.lap(AHEAD * launch_s)
-        stand_in.step()
+        stand_in.update()
         times.append(watch.lap().seconds)
     return stand_in.nbytes / statistics.mean(fastest(times))
 

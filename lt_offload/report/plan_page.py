@@ -91,6 +91,7 @@ def _machine(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
     yield "times of blocks", "estimated" if profile.estimated else "measured"
     yield "host to device", f"{format_bytes(hardware.h2d_bytes_per_s)}/s"
     yield "device to host", f"{format_bytes(hardware.d2h_bytes_per_s)}/s"
-    yield "update on the host", f"{format_bytes(optimizer.host_bytes_per_s)}/s"
+    native = ", by the native AdamW" if optimizer.host_kernel else ""
+    yield "update on the host", f"{format_bytes(optimizer.host_bytes_per_s)}/s{native}"
     yield "update on the device", f"{format_bytes(optimizer.device_bytes_per_s)}/s"
     yield "model structure", plan.fingerprint

@@ -59,6 +59,7 @@ _PLACES: dict[UpdatePlace, str] = {
     "paged": "the device (paged)",
     "host": "the host",
 }
+_NATIVE = " by the native AdamW"
 _HEADERS = ("blocks", "activations", "weights in", "states in", "gradients out", "tensors updated on")
 _LIMITS = (7, 20, 17, 11, 17)
 """Characters of each column but the last, which takes the rest."""
@@ -101,7 +102,8 @@ def brief(plan: Plan) -> str:
     """Return one short paragraph about ``plan``, in less than 80 columns: time, memory, copies, updates."""
     predicted = plan.predicted
     counts = Counter(plan.update_places)
-    updates = [f"{counts[place]} on {where}" for place, where in _PLACES.items() if counts[place]]
+    by = {"host": _NATIVE * plan.host_kernel}
+    updates = [f"{counts[place]} on {where}{by.get(place, '')}" for place, where in _PLACES.items() if counts[place]]
     options = Counter(_IN_SHORT.get(option, option) for option in plan.options).most_common()
     activations = "; ".join(f"of {count} {'block' if count == 1 else 'blocks'} {what}" for what, count in options)
     text = (
@@ -334,7 +336,8 @@ def _legend(plan: Plan) -> list[tuple[str, str]]:
         used.add("again")
     if any(op.bytes and op.lane == "compute" for op in plan.ops):
         used.add("direct")
-    return [(word, meaning) for word, meaning in _MEANINGS.items() if word in used]
+    by = {"host": _NATIVE * plan.host_kernel}
+    return [(word, meaning + by.get(word, "")) for word, meaning in _MEANINGS.items() if word in used]
 
 
 def _fields(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:

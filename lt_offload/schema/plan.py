@@ -369,6 +369,8 @@ class Plan:
     """Throughput against samples per update, ascending, if these were chosen with the plan."""
     host_threads: int = 0
     """Threads with which the host shall update; 0: as many as torch uses, or the plan does not say."""
+    host_kernel: bool = False
+    """True if the compiled kernel of AdamW updates on the host, as far as the profile knew."""
     context_bytes: int = 0
     """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
     process_bytes: int = 0

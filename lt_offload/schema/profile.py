@@ -198,6 +198,8 @@ class OptimizerProfile(Strict):
     """Threads with which the host was measured and shall update; 0: as many as torch uses."""
     host_speeds: dict[Count, Speed] = field(default_factory=dict)
     """The same speed by number of threads, where it is known: fewer take less of the host's memory from copies."""
+    host_kernel: bool = False
+    """True if the compiled kernel of AdamW updates on the host."""
 
 
 EMULATED = "emulated"

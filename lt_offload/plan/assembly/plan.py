@@ -84,6 +84,7 @@ def build(
         flops_per_token=profile.flops_per_token,
         peak_flops_per_s=profile.peak_flops_per_s,
         host_threads=profile.optimizer.host_threads,
+        host_kernel=profile.optimizer.host_kernel,
         context_bytes=profile.hardware.context_bytes + profile.page_table_bytes,
         process_bytes=profile.hardware.process_bytes,
         processes=profile.processes * profile.machines,
