@@ -92,7 +92,7 @@ class _Maps(ctypes.Structure):
     _fields_ = [("with_sign", _Map), ("without", _Map)]
 
 
-class _Common(ctypes.Structure):
+class _KernelCommon(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_float) for name in ("keep", "decay", "weight1", "beta2", "weight2", "eps", "scale")),
         ("maps", ctypes.c_void_p),
@@ -185,7 +185,7 @@ class Kernel:
         torch.autograd.graph.increment_version([entry.param])
 
     def _update(self, sizes: Numbers, arrays: Numbers, steps: Numbers, kind: Kind, options: Options) -> None:
-        common = _Common(
+        common = _KernelCommon(
             keep=1 - float(options.lr) * options.weight_decay if options.decoupled else 1,
             decay=0 if options.decoupled else options.weight_decay,
             weight1=1 - options.beta1,
@@ -243,9 +243,14 @@ def left_out() -> Iterator[None]:
         _left_out.pop()
 
 
+def takes(entry: Entry, options: Options) -> bool:
+    """Return whether there is a kernel for an update like this one."""
+    return not _left_out and Kernel.kind(entry, options) is not None and kernel() is not None
+
+
 def update_ranges(entry: Entry, ranges: Sequence[tuple[int, int, int]], options: Options) -> bool:
     """Update parts of ``entry`` as :meth:`Kernel.update_ranges` does; return whether there is a kernel for it."""
-    compiled = None if _left_out or entry.in_blocks or Kernel.kind(entry, options) is None else kernel()
+    compiled = kernel() if not entry.in_blocks and takes(entry, options) else None
     if compiled is None:
         return False
     compiled.update_ranges(entry, ranges, options)

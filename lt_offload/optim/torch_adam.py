@@ -114,5 +114,4 @@ def by_kernel(optimizer: Optimizer) -> bool:
         options = known
     else:
         return False
-    entry = entry_of(param, param.grad, state, seeds)
-    return native.Kernel.kind(entry, options) is not None and native.kernel() is not None
+    return native.takes(entry_of(param, param.grad, state, seeds), options)
