@@ -132,9 +132,8 @@ class Kernel:
     @staticmethod
     def kind(entry: Entry, options: Options) -> Kind | None:
         """Return what the kernel calls an update like this one; None if it is for no such tensors."""
-        param, grad, master, exp_avg, exp_avg_sq, *scales = entry.tensors
-        assert param is not None
-        assert grad is not None
+        param, grad, master, exp_avg, exp_avg_sq = entry[:5]
+        scales = {scale.dtype for scale in entry[8:10] if scale is not None}
         if (
             type(exp_avg) is not Tensor  # fake tensors have no memory
             or type(exp_avg_sq) is not Tensor
@@ -144,8 +143,8 @@ class Kernel:
             or exp_avg.dtype is not exp_avg_sq.dtype
             or (exp_avg.dtype is torch.uint8) != entry.in_blocks
             or (master is not None and master.dtype is not torch.float32)
-            or any(scale is not None and scale.dtype is not torch.float32 for scale in scales)
-            or any(tensor is not None and not tensor.is_contiguous() for tensor in entry.tensors)
+            or not scales <= {torch.float32}
+            or not all(tensor is None or tensor.is_contiguous() for tensor in entry.tensors)
         ):
             return None
         number, dtype, itself = _TYPES[param.dtype], param.dtype, master is None and entry.seed is None

@@ -53,7 +53,9 @@ def adam_update(
         return None
     own = [list(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)]
     common = {name: group[name] for name in _OPTIONS} | {"beta1": beta1, "beta2": beta2}
-    options = kernel_options(group, params[0]) if sum(p.numel() for p in params) >= _LEAST else None
+    options = kernel_options(group, params[0])
+    if options is not None and sum(map(Tensor.numel, params)) < _LEAST:
+        options = None
 
     def run() -> None:
         kept = own if options is None else _by_kernel(own, options)
