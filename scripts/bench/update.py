@@ -4,14 +4,16 @@
 
 Everything is AdamW and runs in turns in one process, round after round; a figure is the median over rounds of the ratio
 within a round, so that what slows the machine for a while slows all of them. Speeds are bytes that must move per
-second, 28 per weight in both schemes: fp32 (read weight, gradient and moments, write weight and moments), and bfloat16
-with fp32 masters (read gradient, master and moments, write weight, master and moments; 2 + 12 and 2 + 12 bytes). With
-``--moments`` these are left out, and moments of fewer bits measured: bfloat16 weights that are rounded at random move
+second: read weight, gradient and moments, write weight and moments, 28 per weight in fp32 and 14 in sixteen bits; with
+fp32 masters of bfloat16 28, too (read gradient, master and moments, write weight, master and moments; 2 + 12 and 2 + 12
+bytes). With ``--moments`` moments of fewer bits are measured instead: bfloat16 weights that are rounded at random move
 22 bytes with fp32 moments, 14 with bfloat16 and 10 with eight bits (and scales, which are not counted).
 
-    copy, memory       a copy, and a pass that moves the same bytes and computes next to nothing: the ceiling
-    torch ...          torch.optim.AdamW's kernels
-    lt_offload ...     lt_offload.AdamW: its compiled kernel, and what it does without one
+    copy, memory       a copy, and passes that move the same bytes and compute next to nothing: the ceiling
+    torch              torch.optim.AdamW: its fused kernel, and its loop of one operation after the other
+    native             the same updates by the compiled kernel, bit for bit
+    lt_offload         lt_offload.AdamW: the same kernel, and what it does without one
+    in cache           the kernel over and over the same few numbers: what a core computes, whatever memory does
     bitsandbytes       its AdamW8bit on the host: bfloat16 weights rounded to nearest, states in eight bits
 """
 
@@ -25,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -34,11 +36,17 @@ from typing import Any
 from scripts.common import arguments, save
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
-MUST_MOVE = 28
+MUST_MOVE = {"fp32": 28, "bfloat16": 14, "float16": 14, "masters": 28}
 """Bytes per weight."""
+CACHED, ALONE = 8192, "in cache"
+"""Weights that stay in a core's cache, and the name of what updates them: by one thread only."""
 MEMORY_PASSES = """
 #include <cstdint>
 extern "C" void full(int64_t n, float* w, const float* g, float* m, float* v, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < n; ++i) { w[i] += g[i]; m[i] += g[i]; v[i] += g[i]; }
+}
+extern "C" void low(int64_t n, uint16_t* w, const uint16_t* g, uint16_t* m, uint16_t* v, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < n; ++i) { w[i] += g[i]; m[i] += g[i]; v[i] += g[i]; }
 }
@@ -55,9 +63,11 @@ class Case:
 
     name: str
     scheme: str
-    """``fp32`` or ``masters``, or what else it does: what is updated, and in what moments are kept."""
+    """What is updated and in which way, or in what moments are kept."""
     run: Callable[[], None]
-    bytes_per_weight: int = MUST_MOVE
+    bytes_per_weight: int = MUST_MOVE["fp32"]
+    memory: str = ""
+    """The pass over memory that moves the same."""
 
 
 class Tensors:
@@ -66,47 +76,67 @@ class Tensors:
     def __init__(self, elements: int) -> None:
         import torch
 
-        from lt_offload.machine.pages import map_pages
-
         torch.manual_seed(0)
-
-        def mapped(dtype: Any, scale: float) -> Any:
-            pages = map_pages(elements * dtype.itemsize)
-            return pages.view(dtype, elements, 0).copy_(torch.randn(elements).mul_(scale))
-
-        self.grad, self.low_grad = mapped(torch.float32, 1e-3), mapped(torch.bfloat16, 1e-3)
-        self.weight, self.low = mapped(torch.float32, 1e-1), mapped(torch.bfloat16, 1e-1)
-        self.exp_avg, self.exp_avg_sq = mapped(torch.float32, 1e-3), mapped(torch.float32, 1e-3)
+        scales = (1e-1, 1e-3, 1e-3, 1e-3)
+        self.full = [mapped(torch.randn(elements).mul_(scale), torch.float32) for scale in scales]
+        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = self.full
         self.exp_avg_sq.square_()
+        self.low, self.low_grad = (mapped(tensor, torch.bfloat16) for tensor in self.full[:2])
         self.step = torch.tensor(10.0)
 
 
+def mapped(tensor: Any, dtype: Any) -> Any:
+    """Return ``tensor`` in memory like that of the engine."""
+    from lt_offload.machine.pages import map_pages
+
+    return map_pages(tensor.numel() * dtype.itemsize).view(dtype, tensor.numel(), 0).copy_(tensor)
+
+
 def torch_cases(t: Tensors) -> Iterator[Case]:
-    """Yield torch's own optimizers."""
+    """Yield torch's own optimizers, by torch and by the kernel."""
     import torch
 
-    for name in ("fused", "foreach", "for-loop"):
-        flags = {"fused": name == "fused", "foreach": name == "foreach"}
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(t.weight)], LR, BETAS, EPS, DECAY, **flags)
-        [parameter] = optimizer.param_groups[0]["params"]
-        parameter.grad = t.grad
-        optimizer.state[parameter] = {"step": t.step, "exp_avg": t.exp_avg, "exp_avg_sq": t.exp_avg_sq}
-        yield Case(name=f"torch {name}", scheme="fp32", run=optimizer.step)
+    from lt_offload.optim import native, torch_adam
+
+    low = {dtype: [mapped(each, dtype) for each in t.full] for dtype in (torch.bfloat16, torch.float16)}
+    for (dtype, (weight, grad, *moments)), fused in product({torch.float32: t.full, **low}.items(), (True, False)):
+        parameter = torch.nn.Parameter(weight)
+        parameter.grad = grad
+        optimizer = torch.optim.AdamW([parameter], LR, BETAS, EPS, DECAY, fused=fused, foreach=False)
+        optimizer.state[parameter] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (t.step, *moments), strict=True))
+        name = "fp32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+        same = {"scheme": f"{name} {'fused' if fused else 'loop'}", "bytes_per_weight": MUST_MOVE[name]}
+        same["memory"] = "fp32" if name == "fp32" else "low"
+        yield Case(name="torch", run=optimizer.step, **same)
+        if native.kernel() is not None:
+            yield Case(name="native", run=partial(torch_adam.update, optimizer), **same)
 
 
 def our_cases(t: Tensors) -> Iterator[Case]:
-    """Yield the ways of ``lt_offload.AdamW``."""
+    """Yield the ways of ``lt_offload.AdamW``, and the kernel in the cache."""
+    import torch
+
     from lt_offload.optim import native, plain
     from lt_offload.optim.plain import Entry, Options
 
     options = Options(lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY)
-    full = Entry(t.weight, t.grad, None, t.exp_avg, t.exp_avg_sq, 10.0)
     low = Entry(t.low, t.low_grad, t.weight, t.exp_avg, t.exp_avg_sq, 10.0)
     kernel = native.kernel()
     if kernel is not None:
-        yield Case(name="lt_offload kernel", scheme="fp32", run=lambda: kernel.update([full], options))
-        yield Case(name="lt_offload kernel", scheme="masters", run=lambda: kernel.update([low], options))
+        run = partial(kernel.update, [low], options)
+        yield Case(name="lt_offload kernel", scheme="masters", run=run, memory="masters")
     yield Case(name="lt_offload without kernel", scheme="masters", run=lambda: plain.update([low], options))
+    if kernel is None or low.param.numel() < CACHED:
+        return
+    # As many weights in all as there are otherwise, but the same ones over and over.
+    turns = [(0, CACHED, 0)] * (low.param.numel() // CACHED)
+    for dtype, each in product((torch.float32, torch.bfloat16, torch.float16), (False, True)):
+        weight, grad, exp_avg, exp_avg_sq = (tensor[:CACHED].to(dtype) for tensor in t.full)
+        own = Entry(weight, grad, None, exp_avg, exp_avg_sq, 10.0)
+        name = "fp32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+        run = partial(kernel.update_ranges, own, turns, replace(options, each=each))
+        scheme = f"{name} {'loop' if each else 'fused'}"
+        yield Case(name=ALONE, scheme=scheme, run=run, bytes_per_weight=MUST_MOVE[name])
 
 
 def moments_cases(t: Tensors) -> Iterator[Case]:
@@ -169,6 +199,8 @@ def memory_cases(t: Tensors) -> Iterator[Case]:
 
     states = (t.exp_avg, t.exp_avg_sq)
     yield Case(name="memory", scheme="fp32", run=passes("full", t.weight, t.grad, *states))
+    # Of the fp32 moments the first half of the bytes: as many as moments of sixteen bits have.
+    yield Case(name="memory", scheme="low", run=passes("low", t.low, t.low_grad, *states), bytes_per_weight=14)
     yield Case(name="memory", scheme="masters", run=passes("mixed", t.low, t.low_grad, t.weight, *states))
 
 
@@ -182,21 +214,24 @@ def measure(cases: list[Case], *, elements: int, rounds: int, threads: list[int]
         times: dict[int, list[float]] = {}
         for turn in range(rounds + 1):
             for i, case in enumerate(cases):
+                if count > 1 and case.name == ALONE:
+                    continue
                 began = time.perf_counter()
                 case.run()
                 if turn:  # the first warms up
                     times.setdefault(i, []).append(time.perf_counter() - began)
-        speeds = {i: [case.bytes_per_weight * elements / s for s in times[i]] for i, case in enumerate(cases)}
+        speeds = {i: [cases[i].bytes_per_weight * elements / s for s in taken] for i, taken in times.items()}
         ceilings = {case.scheme: speeds[i] for i, case in enumerate(cases) if case.name == "memory"}
-        for i, case in enumerate(cases):
+        for i, case in ((i, cases[i]) for i in times):
             row: dict[str, Any] = {"threads": count, "name": case.name, "scheme": case.scheme}
             row["bytes_per_weight"] = case.bytes_per_weight
             row["weights_per_s"] = elements / statistics.median(times[i])
             row["bytes_per_s"] = case.bytes_per_weight * row["weights_per_s"]
             row["spread"] = [min(speeds[i]), max(speeds[i])]
-            ceiling = ceilings.get(case.scheme)
+            row["ns_per_weight"] = 1e9 / row["weights_per_s"]
+            ceiling = ceilings.get(case.memory or case.scheme)
             row["of_memory"] = ceiling and statistics.median(a / b for a, b in zip(speeds[i], ceiling, strict=True))
-            row["of_torch"] = _ratio(cases, times, i, "torch fused")
+            row["of_torch"] = _ratio(cases, times, i, "torch")
             rows.append(row)
     return rows
 
@@ -228,10 +263,10 @@ def main() -> int:
     rows = measure(cases, elements=elements, rounds=rounds, threads=threads)
     for row in rows:
         share = "" if row["of_memory"] is None else f"{row['of_memory']:6.0%} of memory"
-        more = "" if row["of_torch"] is None else f"   {row['of_torch']:.2f} x torch fused"
+        more = "" if row["of_torch"] is None else f"   {row['of_torch']:.2f} x torch"
         worst, best = (speed / 1e9 for speed in row["spread"])
         speed = f"{row['bytes_per_s'] / 1e9:6.1f} GB/s ({worst:.1f} to {best:.1f})"
-        count = f"{row['weights_per_s'] / 1e9:5.2f} G weights/s"
+        count = f"{row['ns_per_weight']:6.3f} ns per weight"
         print(f"{row['threads']:3d} threads  {row['name']:26s} {row['scheme']:30s} {speed} {count} {share}{more}")
     settings = {"elements": elements, "rounds": rounds, "threads": threads}
     figures = {

@@ -25,8 +25,10 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = json.loads((tmp_path / "bench-update-tiny.json").read_text())
     assert result["kind"] == "bench-update"
     rows = {(row["name"], row["scheme"]): row for row in result["figures"]["cases"]}
-    assert native.kernel() is None or {("lt_offload kernel", "fp32"), ("lt_offload kernel", "masters")} <= rows.keys()
-    assert rows["torch fused", "fp32"]["of_torch"] == 1
+    by_kernel = {("lt_offload kernel", "masters"), ("native", "fp32 loop"), ("in cache", "float16 fused")}
+    assert native.kernel() is None or by_kernel <= rows.keys()
+    assert rows["torch", "bfloat16 fused"]["of_torch"] == 1
+    assert rows["torch", "bfloat16 fused"]["bytes_per_weight"] == 14
     assert rows["memory", "masters"]["of_memory"] == 1
     assert rows["copy", "copy"]["of_memory"] is None
     assert all(
