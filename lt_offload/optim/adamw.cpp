@@ -182,7 +182,7 @@ using Update = void (*)(int64_t begin, int64_t n, const Arrays& arrays, const St
 template <typename Weight, typename Grad, bool kLow>
 Update with(Moments moments) {
     if (moments == Moments::kFull) return Run<Weight, Grad, Full, Full, kLow, false>::of;
-    if (moments == Moments::kNoisy) return Run<Weight, Grad, Brain, Noisy, kLow, false>::of;
+    if (moments == Moments::kNoisy) return Run<Weight, Grad, Rounded, Noisy, kLow, false>::of;
     return in_blocks<Weight, Grad, kLow>;
 }
 
@@ -192,7 +192,7 @@ Update own(bool each) {
 }
 
 Update chosen(Type type, Moments moments, Way way) {
-    if (way == Way::kMasters) return (type == Type::kBrain ? with<Full, Brain, true> : with<Full, Half, true>)(moments);
+    if (way == Way::kMasters) return (type == Type::kBrain ? with<Full, Rounded, true> : with<Full, Half, true>)(moments);
     if (way == Way::kNoise) return with<Noisy, Brain, false>(moments);
     if (moments != Moments::kOwn) return with<Full, Full, false>(moments);
     return (type == Type::kFull ? own<Full> : type == Type::kBrain ? own<Brain> : own<Half>)(way == Way::kEach);

@@ -152,23 +152,28 @@ inline Halves upper(Words from) { return __builtin_convertvector(from >> 16, Hal
 struct Brain {
     using Stored = uint16_t;
     static Floats load(const uint16_t* from) { return bits<Floats>(widen(vectors::load<Halves>(from)) << 16); }
-    // To nearest, ties to even. What is no number would overflow if its lower bits were set, which they never are in
-    // what comes from sixteen bits.
-    static Words nearest(Floats value) {
+    static Words nearest(Floats value) {  // ties to even
         const Words word = bits<Words>(value);
         return word + 0x7fffu + ((word >> 16) & 1u);
     }
+    // What is no number has no lower bits here, so that no carry makes a number of it: it comes from sixteen bits.
     static Floats round(Floats value) { return bits<Floats>(nearest(value) & 0xffff0000u); }
-    static void store(uint16_t* to, Floats value, Words rounded) {
-        const Halves half = upper(value == value ? rounded : Words{} + 0x7fc00000u);
+    static void keep(uint16_t* to, Words rounded) {
+        const Halves half = upper(rounded);
         std::memcpy(to, &half, sizeof half);
     }
-    static void store(uint16_t* to, Floats value, const Noise&, int64_t) { store(to, value, nearest(value)); }
+    static void store(uint16_t* to, Floats value, const Noise&, int64_t) { keep(to, nearest(value)); }
 };
 
-struct Noisy : Brain {
+// Of any fp32 numbers.
+struct Rounded : Brain {
+    static Words checked(Floats value, Words rounded) { return value == value ? rounded : Words{} + 0x7fc00000u; }
+    static void store(uint16_t* to, Floats value, const Noise&, int64_t) { keep(to, checked(value, nearest(value))); }
+};
+
+struct Noisy : Rounded {
     static void store(uint16_t* to, Floats value, const Noise& noise, int64_t i) {
-        Brain::store(to, value, bits<Words>(value) + noise(i));
+        keep(to, checked(value, bits<Words>(value) + noise(i)));
     }
 };
 

@@ -212,14 +212,16 @@ def measure(cases: list[Case], *, elements: int, rounds: int, threads: list[int]
     for count in threads:
         torch.set_num_threads(count)
         times: dict[int, list[float]] = {}
+        processor: dict[int, list[float]] = {}
         for turn in range(rounds + 1):
             for i, case in enumerate(cases):
                 if count > 1 and case.name == ALONE:
                     continue
-                began = time.perf_counter()
+                began, before = time.perf_counter(), time.process_time()
                 case.run()
                 if turn:  # the first warms up
                     times.setdefault(i, []).append(time.perf_counter() - began)
+                    processor.setdefault(i, []).append(time.process_time() - before)
         speeds = {i: [cases[i].bytes_per_weight * elements / s for s in taken] for i, taken in times.items()}
         ceilings = {case.scheme: speeds[i] for i, case in enumerate(cases) if case.name == "memory"}
         for i, case in ((i, cases[i]) for i in times):
@@ -229,6 +231,8 @@ def measure(cases: list[Case], *, elements: int, rounds: int, threads: list[int]
             row["bytes_per_s"] = case.bytes_per_weight * row["weights_per_s"]
             row["spread"] = [min(speeds[i]), max(speeds[i])]
             row["ns_per_weight"] = 1e9 / row["weights_per_s"]
+            # Of all threads, and the best round: other processes beside it count for little.
+            row["processor_ns_per_weight"] = 1e9 * min(processor[i]) / elements
             ceiling = ceilings.get(case.memory or case.scheme)
             row["of_memory"] = ceiling and statistics.median(a / b for a, b in zip(speeds[i], ceiling, strict=True))
             row["of_torch"] = _ratio(cases, times, i, "torch")
@@ -266,7 +270,7 @@ def main() -> int:
         more = "" if row["of_torch"] is None else f"   {row['of_torch']:.2f} x torch"
         worst, best = (speed / 1e9 for speed in row["spread"])
         speed = f"{row['bytes_per_s'] / 1e9:6.1f} GB/s ({worst:.1f} to {best:.1f})"
-        count = f"{row['ns_per_weight']:6.3f} ns per weight"
+        count = f"{row['ns_per_weight']:6.3f} ns per weight (processor {row['processor_ns_per_weight']:.3f})"
         print(f"{row['threads']:3d} threads  {row['name']:26s} {row['scheme']:30s} {speed} {count} {share}{more}")
     settings = {"elements": elements, "rounds": rounds, "threads": threads}
     figures = {
