@@ -17,6 +17,7 @@ namespace {
 using namespace vectors;
 
 constexpr int64_t kTile = 16384;  // elements that a thread takes at a time: half a megabyte of traffic
+constexpr int64_t kAhead = 1024;  // elements that memory is asked for early; of arrays of several types it comes late else
 constexpr int64_t kBlock = blockwise::kBlock;
 
 struct Options {
@@ -126,6 +127,10 @@ struct Run {
             return;
         }
         for (int64_t i = 0; i < n; i += kLanes) {
+            __builtin_prefetch(weight + i + kAhead, 1);
+            __builtin_prefetch(grad + i + kAhead);
+            __builtin_prefetch(exp_avg + i + kAhead, 1);
+            __builtin_prefetch(exp_avg_sq + i + kAhead, 1);
             Floats value = Weight::load(weight + i);
             Floats first = First::load(exp_avg + i), second = Second::load(exp_avg_sq + i);
             advance(value, Grad::load(grad + i), first, second, o);
