@@ -53,11 +53,13 @@ enum class Moments : int { kFull, kNoisy, kBytes, kOwn };     // fp32, bfloat16 
 enum class Way : int { kOnce, kMasters, kNoise, kEach };      // kEach: every operation is rounded
 
 using Root = void (*)(int64_t n, const float* from, float* to, int64_t mode);
+using Limit = int (*)(int threads);
 
 struct Common {
     Options options;
     const blockwise::Maps* maps;
     Root root;            // that of the library, for fp32 where each operation is rounded; null: the processor's
+    Limit limit;          // sets the threads of the library for the thread that calls it, and returns what was set
     int64_t mode;         // of the library
     int64_t corrects;     // not 0: divide by products that are corrected
 };
@@ -108,6 +110,7 @@ struct Run {
         const float inverse = common.corrects ? 1.0f / s.correction : 0.0f;
         if (kEach && sizeof(typename Weight::Stored) == sizeof(float) && common.root) {
             alignas(64) float roots[kBlock];
+            const int before = common.limit(1);
             for (int64_t begin = 0; begin < n; begin += kBlock) {
                 const int64_t end = std::min(n, begin + kBlock);
                 for (int64_t i = begin; i < end; i += kLanes) {
@@ -124,6 +127,7 @@ struct Run {
                                                      inverse), noise, i);
                 }
             }
+            common.limit(before);
             return;
         }
         for (int64_t i = 0; i < n; i += kLanes) {

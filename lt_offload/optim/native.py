@@ -97,6 +97,7 @@ class _KernelCommon(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("keep", "decay", "weight1", "beta2", "weight2", "eps", "scale")),
         ("maps", ctypes.c_void_p),
         ("root", ctypes.c_void_p),
+        ("limit", ctypes.c_void_p),
         ("mode", ctypes.c_int64),
         ("corrects", ctypes.c_int64),
     ]
@@ -110,7 +111,9 @@ class Kernel:
         self._run.restype = None
         self._run.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4, *[ctypes.c_int] * 4]
         self._maps = _Maps(*(_Map.of(blockwise.ladder(signed)) for signed in (True, False)))
-        self._root = _library_root()
+        self._root, self._limit = _library_root()
+        self.unlike: set[Kind] = set()
+        """Kinds of updates that are not as torch does them here."""
         self.corrects = False
         """Divide by products that are corrected; no bit depends on it."""
         self.corrects = self._seconds(corrects=True) < _WORTH * self._seconds(corrects=False)
@@ -194,6 +197,7 @@ class Kernel:
             scale=(-1 if options.maximize else 1) * float(options.grad_scale),
             maps=ctypes.addressof(self._maps),
             root=self._root if kind == (0, _OWN, _EACH) else None,
+            limit=self._limit,
             mode=_MODE,
             corrects=self.corrects,
         )
@@ -201,17 +205,21 @@ class Kernel:
         self._run(len(sizes), *tables, ctypes.byref(common), *kind, torch.get_num_threads())
 
 
-def _library_root() -> int | None:
-    """Return the address of the root that torch takes of fp32 tensors, None where that is the processor's.
+def _library_root() -> tuple[int | None, int | None]:
+    """Return the addresses of the root that torch takes of fp32 tensors, and of what limits its threads.
 
-    MKL's is not always the number that is nearest.
+    MKL's is not always the number that is nearest; it would use threads for some hundred numbers. None: it is the
+    processor's.
     """
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        return None
+        return None, None
     try:
-        return ctypes.cast(ctypes.CDLL(LIBRARY).vmsSqrt, ctypes.c_void_p).value
+        library = ctypes.CDLL(LIBRARY)
+        functions = library.vmsSqrt, library.MKL_Set_Num_Threads_Local
     except (OSError, AttributeError):
-        return None
+        return None, None
+    root, limit = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    return root, limit
 
 
 def _tables(entries: Sequence[Entry], options: Options) -> tuple[Numbers, Numbers]:
@@ -244,7 +252,9 @@ def left_out() -> Iterator[None]:
 
 def takes(entry: Entry, options: Options) -> bool:
     """Return whether there is a kernel for an update like this one."""
-    return not _left_out and Kernel.kind(entry, options) is not None and kernel() is not None
+    kind = Kernel.kind(entry, options)
+    compiled = kernel() if kind is not None and not _left_out else None
+    return compiled is not None and kind not in compiled.unlike
 
 
 def update_ranges(entry: Entry, ranges: Sequence[tuple[int, int, int]], options: Options) -> bool:
@@ -262,8 +272,11 @@ def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
     for entry in entries:
         kinds[Kernel.kind(entry, options)].append(entry)
     rest = kinds.pop(None, [])
-    if not kinds or _left_out or kernel() is None:
+    compiled = kernel() if kinds and not _left_out else None
+    if compiled is None:
         return list(entries)
+    for kind in compiled.unlike:
+        rest += kinds.pop(kind, [])
     for alike in kinds.values():
         number = next(_numbers)
         _updates[number] = alike, options
@@ -368,7 +381,10 @@ def _identity(compiler: str, source: Path) -> str:
 
 
 def agrees(compiled: Kernel) -> bool:
-    """Return whether ``compiled`` rounds as torch does on this processor, tried on random numbers."""
+    """Return whether ``compiled`` rounds as torch does on this processor, tried on random numbers.
+
+    Where it does so but for some updates that are rounded after each operation, these are in ``compiled.unlike``.
+    """
     # Below and above one half torch interpolates in two ways.
     for beta1, step in ((0.9, 1.0), (0.25, 7.0)):
         common = Options(lr=1e-2, beta1=beta1, beta2=0.99, eps=1e-3, weight_decay=0.1)
@@ -376,10 +392,12 @@ def agrees(compiled: Kernel) -> bool:
             options, right = replace(common, **changes), converted(entry, Tensor.clone)
             compiled.update([entry], options)
             plain.update([right], options)
-            for a, b in zip(entry.tensors, right.tensors, strict=True):
-                if a is not None and b is not None and not torch.equal(a, b):
-                    return False
-    return True
+            pairs = zip(entry.tensors, right.tensors, strict=True)
+            if not all(a is None or b is None or torch.equal(a, b) for a, b in pairs):
+                kind = compiled.kind(entry, options)
+                assert kind is not None
+                compiled.unlike.add(kind)
+    return all(way == _EACH for *_, way in compiled.unlike)
 
 
 def _samples(step: float, generator: torch.Generator) -> Iterator[tuple[Entry, dict[str, Any]]]:

@@ -4,7 +4,8 @@ Any ``torch.optim.Optimizer`` that updates each tensor on its own works: a *sub-
 same attributes, whose only parameters are stand-ins ("proxies") for the tensors to be updated and whose state
 dictionaries are the very dictionaries of the real optimizer. For torch's own Adam, AdamW and SGD the function that
 their ``step`` calls in the end is called instead: ``step()`` over a few small tensors takes longer than their update.
-With the same lists and options the functions give the same numbers; whatever they do not cover is left to ``step``.
+Of Adam and AdamW on the host it is the compiled kernel, with the same bits (``optim/torch_adam.py``). With the same
+lists and options the functions give the same numbers; whatever they do not cover is left to ``step``.
 
 Group options are read when an update is queued, so a learning-rate scheduler may change them right afterwards. Tensors
 are updated whole: a fused kernel rounds the elements behind its last full vector differently, so that a split tensor

@@ -183,6 +183,20 @@ def test_what_the_kernel_does_not_take_is_left_to_torch(kernel: native.Kernel) -
         assert kernel.kind(Entry(tensor, tensor, None, tensor, tensor, 1.0), options()[0]) is None
 
 
+def test_where_roots_are_not_torchs_it_updates_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what takes them: without the library of torch, fp32 weights whose operations are rounded one by one."""
+    monkeypatch.setattr(native, "_library_root", lambda: (None, None))
+    native.kernel.cache_clear()
+    try:
+        found = native.kernel()
+        assert found is not None
+        assert found.unlike <= {(0, native._OWN, native._EACH)}
+        for dtype in DTYPES:
+            test_a_step_is_that_of_the_optimizer(torch.optim.AdamW, dtype, "one by one")
+    finally:
+        native.kernel.cache_clear()
+
+
 def test_a_graph_notices_an_update_by_the_kernel() -> None:
     parameter = nn.Parameter(torch.ones(8))
     optimizer = torch.optim.AdamW([parameter])
