@@ -17,7 +17,7 @@ namespace {
 using namespace vectors;
 
 constexpr int64_t kTile = 16384;  // elements that a thread takes at a time: half a megabyte of traffic
-constexpr int64_t kAhead = 1024;  // elements that memory is asked for early; of arrays of several types it comes late else
+constexpr int64_t kAhead = 2048;  // bytes that memory is asked for early; of arrays of several types it would come late
 constexpr int64_t kBlock = blockwise::kBlock;
 
 struct Options {
@@ -78,6 +78,11 @@ struct Padded {
     }
 };
 
+template <typename... Stored>
+inline void ask(const Stored*... arrays) {
+    (__builtin_prefetch(reinterpret_cast<const char*>(arrays) + kAhead), ...);
+}
+
 template <typename Weight, typename Grad, typename First, typename Second, bool kLow, bool kEach>
 struct Run {
     static Floats round(Floats value) { return kEach ? Weight::round(value) : value; }
@@ -131,10 +136,7 @@ struct Run {
             return;
         }
         for (int64_t i = 0; i < n; i += kLanes) {
-            __builtin_prefetch(weight + i + kAhead, 1);
-            __builtin_prefetch(grad + i + kAhead);
-            __builtin_prefetch(exp_avg + i + kAhead, 1);
-            __builtin_prefetch(exp_avg_sq + i + kAhead, 1);
+            ask(weight + i, grad + i, exp_avg + i, exp_avg_sq + i);
             Floats value = Weight::load(weight + i);
             Floats first = First::load(exp_avg + i), second = Second::load(exp_avg_sq + i);
             advance(value, Grad::load(grad + i), first, second, o);
