@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import math
 import os
 import platform
 import shutil
@@ -114,23 +115,20 @@ class Kernel:
         self._root, self._limit = _library_root()
         self.unlike: set[Kind] = set()
         """Kinds of updates that are not as torch does them here."""
-        self.corrects = False
+        self.corrects = self._corrects()
         """Divide by products that are corrected; no bit depends on it."""
-        self.corrects = self._seconds(corrects=True) < _WORTH * self._seconds(corrects=False)
 
-    def _seconds(self, *, corrects: bool) -> float:
-        """Return the shortest time of some updates in the cache."""
-        before, self.corrects = self.corrects, corrects
-        tensors = [torch.ones(_SAMPLE) for _ in range(4)]
+    def _corrects(self) -> bool:
+        """Return whether that is faster on this processor, by some updates in the cache of a core."""
         options = Options(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
-        entry = Entry(tensors[0], tensors[1], None, tensors[2], tensors[3], 1.0)
-        ranges, times = [(0, _SAMPLE, 0)] * 64, []
-        for _ in range(5):
-            began = time.perf_counter()
-            self.update_ranges(entry, ranges, options)
-            times.append(time.perf_counter() - began)
-        self.corrects = before
-        return min(times)
+        ones = [torch.ones(_SAMPLE) for _ in range(4)]
+        tables = _tables([Entry(ones[0], ones[1], None, ones[2], ones[3], 1.0)] * 32, options)
+        sizes, times = np.full(32, _SAMPLE), {True: math.inf, False: math.inf}
+        for self.corrects in (True, False) * 8:
+            began = time.thread_time()  # what other processes do beside does not count
+            self._update(sizes, *tables, (0, _OWN, _ONCE), options, threads=1)
+            times[self.corrects] = min(times[self.corrects], time.thread_time() - began)
+        return times[True] < _WORTH * times[False]
 
     @staticmethod
     def kind(entry: Entry, options: Options) -> Kind | None:
@@ -186,7 +184,9 @@ class Kernel:
         # As in `update`: without this, a graph that has saved the weight would go on with other numbers unnoticed.
         torch.autograd.graph.increment_version([entry.param])
 
-    def _update(self, sizes: Numbers, arrays: Numbers, steps: Numbers, kind: Kind, options: Options) -> None:
+    def _update(
+        self, sizes: Numbers, arrays: Numbers, steps: Numbers, kind: Kind, options: Options, threads: int = 0
+    ) -> None:
         common = _KernelCommon(
             keep=1 - float(options.lr) * options.weight_decay if options.decoupled else 1,
             decay=0 if options.decoupled else options.weight_decay,
@@ -202,7 +202,7 @@ class Kernel:
             corrects=self.corrects,
         )
         tables = (table.ctypes.data for table in (sizes, arrays, steps))
-        self._run(len(sizes), *tables, ctypes.byref(common), *kind, torch.get_num_threads())
+        self._run(len(sizes), *tables, ctypes.byref(common), *kind, threads or torch.get_num_threads())
 
 
 def _library_root() -> tuple[int | None, int | None]:
