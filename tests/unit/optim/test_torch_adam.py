@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lt_offload.execute.updates.optimizer import functional_update
 from lt_offload.optim import native, plain, torch_adam
 from lt_offload.optim.plain import Entry, Options, converted
 
@@ -181,6 +182,19 @@ def test_what_the_kernel_does_not_take_is_left_to_torch(kernel: native.Kernel) -
     for dtype in (torch.float64, torch.complex64):
         tensor = torch.zeros(4, dtype=dtype)
         assert kernel.kind(Entry(tensor, tensor, None, tensor, tensor, 1.0), options()[0]) is None
+
+
+def test_the_engine_updates_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(8)
+    optimizer.step()
+    monkeypatch.setattr(torch_adam, "adam", lambda *args, **kwargs: pytest.fail("by torch"))
+    [group], state = optimizer.param_groups, optimizer.state[parameter]
+    run = functional_update(optimizer, group, [parameter.detach()], [torch.ones(8)], [state])
+    assert run is not None
+    run()
+    assert state["step"] == 2
 
 
 def test_where_roots_are_not_torchs_it_updates_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,13 @@ def test_in_short_it_is_one_paragraph() -> None:
     assert "Tensors updated: 4 on the device, 1 on the host." in text
 
 
+def test_it_names_what_updates_on_the_host() -> None:
+    plan = replace(hand_made(), host_kernel=True)
+    assert "1 on the host by the native AdamW." in " ".join(brief(plan).split())
+    assert "which updates the weight there by the native AdamW" in " ".join(explain(plan).split())
+    assert "native" not in brief(hand_made()) + explain(hand_made())
+
+
 def test_in_short_it_says_that_gradients_have_other_last_bits() -> None:
     plan = replace(hand_made(), notes=("a thing to know", f"summed forward by forward, so that their {OTHER_BITS}"))
     assert OTHER_BITS in " ".join(brief(plan).split())
