@@ -70,8 +70,8 @@ struct Padded {
     Stored numbers[kLanes] = {};
     Stored* home;
     int64_t n;
-    Padded(Stored* from, int64_t count) : home(from), n(count) {
-        if (home) std::memcpy(numbers, home, n * sizeof(Stored));
+    Padded(const Stored* from, int64_t count, Stored* to) : home(to), n(count) {
+        if (from) std::memcpy(numbers, from, n * sizeof(Stored));
     }
     ~Padded() {
         if (home) std::memcpy(home, numbers, n * sizeof(Stored));
@@ -152,17 +152,18 @@ struct Run {
     static void of(int64_t begin, int64_t n, const Arrays& a, const Step& s, const Common& common) {
         auto* weight = static_cast<typename Weight::Stored*>(a.weight) + begin;
         auto* low = kLow ? static_cast<typename Grad::Stored*>(a.low) + begin : nullptr;
-        auto* grad = static_cast<typename Grad::Stored*>(const_cast<void*>(a.grad)) + begin;
+        auto* grad = static_cast<const typename Grad::Stored*>(a.grad) + begin;
         auto* exp_avg = static_cast<typename First::Stored*>(a.exp_avg) + begin;
         auto* exp_avg_sq = static_cast<typename Second::Stored*>(a.exp_avg_sq) + begin;
         const uint32_t number = s.first + static_cast<uint32_t>(begin);
         const int64_t rest = n % kLanes, i = n - rest;
         run(i, weight, low, grad, exp_avg, exp_avg_sq, s, number, common);
         if (!rest) return;
-        Padded<typename Weight::Stored> last(weight + i, rest);
-        Padded<typename Grad::Stored> last_low(kLow ? low + i : nullptr, rest), last_grad(grad + i, rest);
-        Padded<typename First::Stored> first(exp_avg + i, rest);
-        Padded<typename Second::Stored> second(exp_avg_sq + i, rest);
+        Padded<typename Weight::Stored> last(weight + i, rest, weight + i);
+        Padded<typename Grad::Stored> last_low(nullptr, rest, kLow ? low + i : nullptr);
+        Padded<typename Grad::Stored> last_grad(grad + i, rest, nullptr);
+        Padded<typename First::Stored> first(exp_avg + i, rest, exp_avg + i);
+        Padded<typename Second::Stored> second(exp_avg_sq + i, rest, exp_avg_sq + i);
         run(kLanes, last.numbers, last_low.numbers, last_grad.numbers, first.numbers, second.numbers, s,
             number + static_cast<uint32_t>(i), common);
     }
