@@ -423,16 +423,18 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
     stand_in.step()  # makes the state
     with Roofline(hardware) as meter:
         stand_in.update()
-    ratio = meter.traffic / stand_in.nbytes
-    # On a device by operations of torch's. Of ours, states of fewer bits are decoded and coded anew by them.
-    with native.left_out(), Roofline(hardware) as meter:
-        stand_in.update()
-    device_ratio = meter.traffic / stand_in.nbytes
+    ratio = device_ratio = meter.traffic / stand_in.nbytes
     bandwidth, core = hardware.host_memory_bytes_per_s, _CORE_BYTES_PER_S
     dtypes = {value.dtype for value in tensors_of(stand_in.state).values() if value.numel() > 1}
+    ours = isinstance(optimizer, AdamW)
+    if not ours or dtypes & {torch.uint8, torch.bfloat16}:
+        # On a device by operations of torch's. Of ours, states of fewer bits are decoded and coded anew by them.
+        with native.left_out(), Roofline(hardware) as meter:
+            stand_in.update()
+        device_ratio = meter.traffic / stand_in.nbytes
     if torch.uint8 in dtypes:
         core *= _CODING_SHARE
-    threads, ours = max(1, math.ceil(bandwidth / core)), isinstance(optimizer, AdamW)
+    threads = max(1, math.ceil(bandwidth / core))
     return OptimizerProfile(
         name=type(optimizer).__name__,
         host_bytes_per_s=bandwidth / ratio,
