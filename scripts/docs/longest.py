@@ -97,7 +97,10 @@ def at(tokens: int, low: Profile, high: Profile) -> Profile:
                 )
                 for name in ("forward_s", "backward_s")
             }
-            options.append(replace(option, **seconds))
+            # What the planner leaves open beyond a measured size grows with the tokens at most.
+            known = {name: getattr(b, name) for name in ("held_peak_bytes", "passing_peak_bytes", "before_loss_bytes")}
+            peaks = {name: value and int(value * tokens / high.sequence_length) for name, value in known.items()}
+            options.append(replace(option, **seconds, **peaks))
         blocks.append(replace(block, options=tuple(options)))
     return replace(profile, blocks=tuple(blocks))
 
