@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,16 +14,19 @@ from lt_offload.plan.assembly.ops import ONE_BATCH, TiedTable
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.beside import has_choice, plan_processes
 from lt_offload.plan.bounds import GOOD_GAP, MANY_BLOCKS, Bounds
-from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
+from lt_offload.plan.infeasible import explain_infeasible
 from lt_offload.plan.papers.memferry.propose import propose_memferry
 from lt_offload.plan.papers.pofo.propose import propose_pofo
 from lt_offload.plan.papers.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.planners.baselines import (
     Smallest,
+    all_fits,
+    looser_budgets,
     no_offload_s,
     option_sets,
     resident_decisions,
     smallest,
+    smallest_ram,
     streaming_decisions,
 )
 from lt_offload.plan.planners.candidates import Candidates
@@ -34,8 +37,8 @@ from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
 from lt_offload.plan.planners.offmate.program import MakeProgram, lower_bound
 from lt_offload.plan.planners.offmate.search import search_again, search_budgets
-from lt_offload.plan.planners.priced import priced
-from lt_offload.plan.planners.request import ENDLESS, NotApplicable, Proposal, RamBinds, Request, allowed_options
+from lt_offload.plan.planners.priced import notes_on_ram, priced, within_budgets
+from lt_offload.plan.planners.request import NotApplicable, Proposal, RamBinds, Request, allowed_options
 from lt_offload.plan.rows import as_head, in_two_parts, room_of_rows, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.windows import (
@@ -50,7 +53,7 @@ from lt_offload.plan.windows import (
 from lt_offload.schema.explain import OTHER_BITS
 from lt_offload.schema.plan import ADDING, Pass, Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.units import format_seconds
 
 _ASKED_BY_AUTO: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
     "greedy": propose_greedy,
@@ -285,7 +288,7 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
         except InfeasibleError as error:
             return error
 
-    whole = plan_whole() if _all_fits(profile, settings) else None
+    whole = plan_whole() if all_fits(profile, settings) else None
     if isinstance(whole, Plan) and whole.predicted.gap <= GOOD_GAP:
         return whole
     parted = _parted(profile, half, index, bounded=bounded)
@@ -305,12 +308,6 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
     best = min(plans, key=lambda plan: plan.predicted.iteration_s)
     proved = whole is not None and all(plan.predicted.proved for plan in plans)
     return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
-
-
-def _all_fits(profile: Profile, settings: Settings) -> bool:
-    """Return whether weights and optimizer states may stay on the device, as far as their sizes tell."""
-    sizes = (tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
-    return sum(sizes) <= settings.device_budget(profile.hardware)
 
 
 def _parted(profile: Profile, settings: Settings, index: int, *, bounded: bool) -> Plan | None:
@@ -337,7 +334,7 @@ def _of_tensors(
     if table is None and passes == ONE_BATCH:
         return plan
     best = selection.candidates.best()
-    best = replace(best, plan=_within(best.plan, profile, settings))
+    best = replace(best, plan=within_budgets(best.plan, profile, settings))
     written = best.written(profile, passes) if table is None else in_two_parts(best, profile, table, passes)
     more = plan.notes[len(best.plan.notes) :]
     return replace(written, predicted=plan.predicted, notes=(*written.notes, *more), alternatives=plan.alternatives)
@@ -349,37 +346,16 @@ def _searched(profile: Profile, settings: Settings, *, bounded: bool, again: boo
     A budget that does not bind changes nothing: one without it comes first, and is the only one if its plan fits.
     """
     began = time.monotonic()
-    for device, host in _looser(profile, settings):
+    for device, host in looser_budgets(profile, settings):
         selection = _selection(profile, settings, device=device, host=host, until=began + _SHARE * settings.time_limit)
-        with suppress(InfeasibleError, RamBinds, UnsupportedError):
-            plan = _within(selection.run(bounded=bounded, again=again), profile, settings)
+        with suppress(ConfigError, InfeasibleError, RamBinds, UnsupportedError):
+            plan = within_budgets(selection.run(bounded=bounded, again=again), profile, settings)
             used = plan.predicted
             if used.device_peak_bytes <= plan.budget_bytes and used.host_peak_bytes <= plan.host_budget_bytes:
                 return selection, plan
     until = max(began + settings.time_limit, time.monotonic() + _LEAST_S)
     selection = _selection(profile, settings, until=until)
     return selection, selection.run(bounded=bounded, again=again)
-
-
-def _looser(profile: Profile, settings: Settings) -> Iterator[tuple[int | None, int | None]]:
-    """Yield budgets of device memory and RAM that may not bind, None for those of ``settings``."""
-    allowed = tuple(allowed_options(block, settings) for block in profile.blocks)
-    budget = settings.device_budget(profile.hardware)
-    # With everything on the device in the fastest way, no plan gains anything by more.
-    everything = next((needed for _, needed in resident_decisions(profile, allowed)), None)
-    if everything is not None and _all_fits(profile, settings):
-        yield everything, ENDLESS
-        if budget >= everything:
-            yield everything, None
-            return
-    if smallest_ram(profile, allowed) <= settings.host_budget(profile.hardware):
-        yield None, ENDLESS
-
-
-def _within(plan: Plan, profile: Profile, settings: Settings) -> Plan:
-    """Return ``plan``, found for looser budgets, with those of ``settings``."""
-    machine = profile.hardware
-    return replace(plan, budget_bytes=settings.device_budget(machine), host_budget_bytes=settings.host_budget(machine))
 
 
 def _selection(
@@ -620,23 +596,5 @@ class _Selection:
         if self.candidates.cut:
             limit = f"solver_time_limit={self.request.settings.time_limit:g} s"
             notes.append(f"{limit} ended planning before: {', '.join(dict.fromkeys(self.candidates.cut))}")
-        if self.profile.processes > 1:
-            notes.append(_for_several(self.profile, best.trace.host_peak))
-        hardware = self.profile.hardware
-        pinnable, needed = hardware.pinnable_bytes, best.trace.host_peak - hardware.process_bytes
-        # Without a limit of its own it is all that was measured as free, of which a host_memory by hand may be more.
-        if hardware.host_bytes - hardware.process_bytes > pinnable and needed > pinnable:
-            notes.append(
-                f"only {format_bytes(pinnable)} of RAM may be pinned of the {format_bytes(needed)} that are needed: "
-                f"copies of the other {format_bytes(needed - pinnable)} are slower than predicted"
-            )
+        notes += notes_on_ram(self.profile, best.trace.host_peak)
         return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())
-
-
-def _for_several(profile: Profile, ram: int) -> str:
-    """Return what RAM of a plan for several processes means, for people."""
-    what = "frozen weights" + (", those that the host updates and their states" if profile.common_updates else "")
-    return (
-        f"RAM is that of one of {profile.processes} processes, {format_bytes(profile.processes * ram)} for all: of "
-        f"what they have in common ({what}) each counts its part"
-    )

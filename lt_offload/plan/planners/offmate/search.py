@@ -18,8 +18,8 @@ from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
 from lt_offload.units import format_bytes
 
-_SOLVED_BLOCKS = 200
-_SOLVED = (6, 14)
+_SOLVED_BLOCKS = 260
+_SOLVED = (3, 14)
 """Numbers of budgets whose plans are estimated, at least and at most; between them, as many as make this number of
 blocks together."""
 _TURNS = 2
