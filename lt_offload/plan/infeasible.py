@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.planners.baselines import resident_decisions, smallest, smallest_ram
+from lt_offload.plan.iteration.memory import lasting_host_bytes
+from lt_offload.plan.planners.baselines import resident_decisions, smallest
 from lt_offload.plan.planners.request import Allowed, Request, allowed_options
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
@@ -79,6 +80,12 @@ def as_setting(nbytes: int) -> str:
     if nbytes >= 10**10 or not nbytes % 10**9:  # as people write sizes of RAM
         return f"{math.ceil(nbytes / 1e8) / 10:g}GB"
     return f"{math.ceil(nbytes / 1e6)}MB" if nbytes >= 10**8 else f"{math.ceil(nbytes / 1e3)}KB"
+
+
+def smallest_ram(profile: Profile, allowed: Allowed) -> int:
+    """Return the host bytes of a plan that has all states on the device and copies as few activations as possible."""
+    options = tuple(min(options, key=lambda o: o.offload_bytes).name for options in allowed)
+    return lasting_host_bytes(options, (), profile)
 
 
 _LOW = "bfloat16 weights and "

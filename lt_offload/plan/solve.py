@@ -14,19 +14,16 @@ from lt_offload.plan.assembly.ops import ONE_BATCH, TiedTable
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.beside import has_choice, plan_processes
 from lt_offload.plan.bounds import GOOD_GAP, MANY_BLOCKS, Bounds
-from lt_offload.plan.infeasible import explain_infeasible
+from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.papers.memferry.propose import propose_memferry
 from lt_offload.plan.papers.pofo.propose import propose_pofo
 from lt_offload.plan.papers.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.planners.baselines import (
     Smallest,
-    all_fits,
-    looser_budgets,
     no_offload_s,
     option_sets,
     resident_decisions,
     smallest,
-    smallest_ram,
     streaming_decisions,
 )
 from lt_offload.plan.planners.candidates import Candidates
@@ -37,8 +34,8 @@ from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
 from lt_offload.plan.planners.offmate.program import MakeProgram, lower_bound
 from lt_offload.plan.planners.offmate.search import search_again, search_budgets
-from lt_offload.plan.planners.priced import notes_on_ram, priced, within_budgets
-from lt_offload.plan.planners.request import NotApplicable, Proposal, RamBinds, Request, allowed_options
+from lt_offload.plan.planners.priced import priced
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.rows import as_head, in_two_parts, room_of_rows, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.windows import (
@@ -53,7 +50,7 @@ from lt_offload.plan.windows import (
 from lt_offload.schema.explain import OTHER_BITS
 from lt_offload.schema.plan import ADDING, Pass, Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
-from lt_offload.units import format_seconds
+from lt_offload.units import format_bytes, format_seconds
 
 _ASKED_BY_AUTO: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
     "greedy": propose_greedy,
@@ -67,8 +64,6 @@ _BY_NAME: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
 """Methods of papers that are asked by name; ``auto`` asks ``memferry`` where nothing else fits."""
 _LEAST_S = 1.0
 """Seconds for a second attempt, at least."""
-_SHARE = 2 / 3
-"""The part of the time that a search may take whose plan may not fit."""
 _REACH = 3
 """Steps around a use in which copies run in programs that only compare: fewer than for a plan, as many are solved."""
 
@@ -288,7 +283,7 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
         except InfeasibleError as error:
             return error
 
-    whole = plan_whole() if all_fits(profile, settings) else None
+    whole = plan_whole() if _all_fits(profile, settings) else None
     if isinstance(whole, Plan) and whole.predicted.gap <= GOOD_GAP:
         return whole
     parted = _parted(profile, half, index, bounded=bounded)
@@ -310,6 +305,12 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
     return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
 
 
+def _all_fits(profile: Profile, settings: Settings) -> bool:
+    """Return whether weights and optimizer states may stay on the device, as far as their sizes tell."""
+    sizes = (tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    return sum(sizes) <= settings.device_budget(profile.hardware)
+
+
 def _parted(profile: Profile, settings: Settings, index: int, *, bounded: bool) -> Plan | None:
     """Return the plan that updates the table ``index`` in two parts, None if none is found."""
     less = replace(settings, host_memory=settings.host.less(room_of_rows(profile, index)))
@@ -328,54 +329,21 @@ def _of_tensors(
 
     ``again``: after a second search if it is far away. ``table``: one that the plan updates in two parts.
     """
-    selection, plan = _searched(profile, settings, bounded=bounded, again=again)
+    selection = _selection(profile, settings)
+    plan = selection.run(bounded=bounded, again=again)
     passes: tuple[Pass, ...] = (*ADDING, "settling" if settings.delayed else "updating")
     passes = passes if adds_up(profile) else ONE_BATCH
     if table is None and passes == ONE_BATCH:
         return plan
     best = selection.candidates.best()
-    best = replace(best, plan=within_budgets(best.plan, profile, settings))
     written = best.written(profile, passes) if table is None else in_two_parts(best, profile, table, passes)
     more = plan.notes[len(best.plan.notes) :]
     return replace(written, predicted=plan.predicted, notes=(*written.notes, *more), alternatives=plan.alternatives)
 
 
-def _searched(profile: Profile, settings: Settings, *, bounded: bool, again: bool) -> tuple[_Selection, Plan]:
-    """Return the search of the best plan and its result.
-
-    A budget that does not bind changes nothing: one without it comes first, and is the only one if its plan fits.
-    """
-    began = time.monotonic()
-    for device, host in looser_budgets(profile, settings):
-        selection = _selection(profile, settings, device=device, host=host, until=began + _SHARE * settings.time_limit)
-        with suppress(ConfigError, InfeasibleError, RamBinds, UnsupportedError):
-            plan = within_budgets(selection.run(bounded=bounded, again=again), profile, settings)
-            used = plan.predicted
-            if used.device_peak_bytes <= plan.budget_bytes and used.host_peak_bytes <= plan.host_budget_bytes:
-                return selection, plan
-    until = max(began + settings.time_limit, time.monotonic() + _LEAST_S)
-    selection = _selection(profile, settings, until=until)
-    return selection, selection.run(bounded=bounded, again=again)
-
-
-def _selection(
-    profile: Profile,
-    settings: Settings,
-    *,
-    device: int | None = None,
-    host: int | None = None,
-    until: float | None = None,
-) -> _Selection:
-    """Return a search within the budgets of ``settings``, or others, that ends at the moment ``until``."""
-    request = _request(profile, settings)
+def _selection(profile: Profile, settings: Settings) -> _Selection:
     config = offmate_config(profile, settings, reach=_reach(profile))
-    if device is not None:
-        request, config = replace(request, budget_bytes=device), replace(config, budget_bytes=device)
-    if host is not None:
-        request, config = replace(request, host_budget_bytes=host), replace(config, host_budget_bytes=None)
-    if until is not None:
-        request, config = replace(request, deadline=until), replace(config, time_limit=until - time.monotonic())
-    return _Selection(request, config, settings.planner)
+    return _Selection(_request(profile, settings), config, settings.planner)
 
 
 def _reach(profile: Profile) -> int:
@@ -389,7 +357,6 @@ def _request(profile: Profile, settings: Settings) -> Request:
         budget_bytes=settings.device_budget(profile.hardware),
         host_budget_bytes=settings.host_budget(profile.hardware),
         allowed=tuple(allowed_options(block, settings) for block in profile.blocks),
-        ram_bytes=settings.host_budget(profile.hardware),
         settings=settings,
         deadline=time.monotonic() + settings.time_limit,
     )
@@ -596,5 +563,23 @@ class _Selection:
         if self.candidates.cut:
             limit = f"solver_time_limit={self.request.settings.time_limit:g} s"
             notes.append(f"{limit} ended planning before: {', '.join(dict.fromkeys(self.candidates.cut))}")
-        notes += notes_on_ram(self.profile, best.trace.host_peak)
+        if self.profile.processes > 1:
+            notes.append(_for_several(self.profile, best.trace.host_peak))
+        hardware = self.profile.hardware
+        pinnable, needed = hardware.pinnable_bytes, best.trace.host_peak - hardware.process_bytes
+        # Without a limit of its own it is all that was measured as free, of which a host_memory by hand may be more.
+        if hardware.host_bytes - hardware.process_bytes > pinnable and needed > pinnable:
+            notes.append(
+                f"only {format_bytes(pinnable)} of RAM may be pinned of the {format_bytes(needed)} that are needed: "
+                f"copies of the other {format_bytes(needed - pinnable)} are slower than predicted"
+            )
         return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())
+
+
+def _for_several(profile: Profile, ram: int) -> str:
+    """Return what RAM of a plan for several processes means, for people."""
+    what = "frozen weights" + (", those that the host updates and their states" if profile.common_updates else "")
+    return (
+        f"RAM is that of one of {profile.processes} processes, {format_bytes(profile.processes * ram)} for all: of "
+        f"what they have in common ({what}) each counts its part"
+    )

@@ -11,18 +11,10 @@ from dataclasses import dataclass
 
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, resident_tensors, uses
-from lt_offload.plan.iteration.memory import (
-    aligned,
-    backward_steps,
-    budget_for,
-    framework_bytes,
-    lasting_host_bytes,
-    state_room,
-)
+from lt_offload.plan.iteration.memory import aligned, backward_steps, budget_for, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.ladder import ladder
-from lt_offload.plan.planners.request import ENDLESS, Allowed, allowed_options, held_bytes, self_contained
-from lt_offload.plan.settings import Settings
+from lt_offload.plan.planners.request import Allowed, held_bytes, self_contained
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, OptionProfile, Profile, TensorProfile
 
@@ -151,29 +143,3 @@ def option_sets(profile: Profile, allowed: Allowed) -> list[tuple[OptionName, ..
 
 def _seconds(option: OptionProfile) -> float:
     return option.forward_s + option.backward_s
-
-
-def smallest_ram(profile: Profile, allowed: Allowed) -> int:
-    """Return the host bytes of a plan that has all states on the device and copies as few activations as possible."""
-    options = tuple(min(options, key=lambda o: o.offload_bytes).name for options in allowed)
-    return lasting_host_bytes(options, (), profile)
-
-
-def all_fits(profile: Profile, settings: Settings) -> bool:
-    """Return whether weights and optimizer states may stay on the device, as far as their sizes tell."""
-    sizes = (tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
-    return sum(sizes) <= settings.device_budget(profile.hardware)
-
-
-def looser_budgets(profile: Profile, settings: Settings) -> Iterator[tuple[int | None, int | None]]:
-    """Yield budgets of device memory and RAM that may not bind, None for those of ``settings``."""
-    allowed = tuple(allowed_options(block, settings) for block in profile.blocks)
-    # With everything on the device in the fastest way, no plan gains anything by more.
-    everything = next((needed for _, needed in resident_decisions(profile, allowed)), None)
-    if everything is not None and all_fits(profile, settings):
-        yield everything, ENDLESS
-        if settings.device_budget(profile.hardware) >= everything:
-            yield everything, None
-            return
-    if smallest_ram(profile, allowed) <= settings.host_budget(profile.hardware):
-        yield None, ENDLESS

@@ -18,7 +18,7 @@ NameRows: TypeAlias = Callable[["Problem", str, Sequence[pulp.LpAffineExpression
 """Adds variables, with a name, that equal rows; returns them."""
 Outcome = Literal["solved", "infeasible", "stopped"]
 """``stopped``: the time limit came before any usable solution."""
-Method = Literal["interior", "value"]
+Method = Literal["interior", "value", "again"]
 
 _SENSE = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
 
@@ -166,6 +166,23 @@ def _limits(variables: Sequence[pulp.LpVariable]) -> tuple[NDArray[np.float64], 
     )
 
 
+class _Again(_Solver):
+    """HiGHS, going on from the basis in which the last run of the same rows has ended.
+
+    Bounds of variables may have changed since. The dual simplex method has little to do then, see Koberstein, "The dual
+    simplex method, techniques for a fast and stable implementation" (2005).
+    """
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        model = lp.solverModel
+        model.setOptionValue("solver", "simplex")
+        model.setOptionValue("time_limit", model.getRunTime() + self.timeLimit)
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+        variables = lp.variables()
+        lp.solverModel.changeColsBounds(len(variables), np.arange(len(variables)), *_limits(variables))
+
+
 def run(problem: Problem, *, time_limit: float, gap: float | None = None, method: Method = "interior") -> Outcome:
     """Solve ``problem`` in place.
 
@@ -173,14 +190,17 @@ def run(problem: Problem, *, time_limit: float, gap: float | None = None, method
         problem: the program; its variables receive their values unless the outcome is ``infeasible`` or ``stopped``.
         time_limit: seconds.
         gap: relative gap at which branching may stop; None solves the continuous relaxation, to optimality.
-        method: for the relaxation: the interior point method; ``value``: without a basis in the end, where the value
-            matters, or any solution does.
+        method: for the relaxation: the interior point method; ``value``: without a basis in the end, where only the
+            objective matters; ``again``: the dual simplex method, for a problem that has been solved before and has the
+            same rows, but other bounds of variables.
     """
     if time_limit <= 0:
         return "stopped"
     # The number of threads is left to HiGHS: it has one scheduler per process and refuses to run when asked for another
     # number.
-    if gap is None:
+    if method == "again" and gap is None:
+        solver: _Solver = _Again(mip=False, timeLimit=time_limit)
+    elif gap is None:
         # The search for a basis, "crossover", may take longer than the method itself.
         crossover = "off" if method == "value" else "on"
         solver = _Solver(mip=False, timeLimit=time_limit, solver="ipm", run_crossover=crossover)

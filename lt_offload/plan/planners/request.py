@@ -82,14 +82,6 @@ def self_contained(allowed: Allowed) -> Allowed:
 
 
 DEFAULTS = Settings()
-ENDLESS = 1 << 60
-"""A host budget that no plan needs."""
-_SURELY = 1.25
-"""A plan that takes so many times the RAM shows that it binds, though others may take a little less."""
-
-
-class RamBinds(Exception):
-    """A search without a budget for RAM that has come to plans which take too much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +92,8 @@ class Request:
     budget_bytes: int
     """Device budget, context and shared bytes included."""
     host_budget_bytes: int
-    """``ENDLESS`` until it is known that the RAM binds."""
     allowed: Allowed
     """Per block: the activation options that the settings leave."""
-    ram_bytes: int = ENDLESS
-    """The RAM that there is."""
     settings: Settings = DEFAULTS
     """The switches; budgets are above, in bytes."""
     deadline: float = math.inf
@@ -116,11 +105,6 @@ class Request:
     def capacity_bytes(self) -> int:
         """Device bytes that a plan may use for what it decides about."""
         return room_within(self.budget_bytes, self.profile)
-
-    def require_ram(self, needed: int) -> None:
-        """Raise ``RamBinds`` if what may win needs much more RAM, ``needed`` bytes, than there is."""
-        if self.host_budget_bytes == ENDLESS and needed > _SURELY * self.ram_bytes:
-            raise RamBinds
 
     @property
     def late(self) -> bool:

@@ -151,7 +151,7 @@ class LinearProgram:
         self._set_objective()
 
     def limit(self, budget_bytes: int | None, host_budget_bytes: int | None) -> None:
-        """Fix the budgets that are not minimised; both are variables, so that the rows stay."""
+        """Fix the budgets that are not minimised; both are variables, so that a solved program can begin again."""
         fixed = (
             ("device", self.device_budget, budget_bytes and room_within(budget_bytes, self.profile)),
             ("host", self.host_budget, host_budget_bytes and host_budget_bytes - self.profile.hardware.process_bytes),

@@ -18,21 +18,18 @@ from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
 from lt_offload.units import format_bytes
 
-_SOLVED_BLOCKS = 260
-_SOLVED = (3, 14)
+_SOLVED_BLOCKS = 200
+_SOLVED = (6, 14)
 """Numbers of budgets whose plans are estimated, at least and at most; between them, as many as make this number of
 blocks together."""
 _TURNS = 2
 """The program is solved for that many times as many, as plans may not fit."""
 _PHI = 1.0
 """``OffmateConfig.phi`` of the programs: copies start at the end of the step that makes what they copy."""
-_REACH = 4
-"""Steps around a use in which the program copies: few, as the schedule finds the times of copies anew."""
 _SHORT = 0.003
 """A schedule is short of room if it takes longer than the program says by more than this part of it."""
-_SCHEDULED_BLOCKS = 60
-_SCHEDULED = (2, 4)
-"""Numbers of proposals, the fastest by estimate, that are scheduled with care, like those of budgets."""
+_SCHEDULED = 2
+"""Number of proposals, the fastest by estimate, that are scheduled with care."""
 _OTHER_PHIS = (1.0, 0.5)
 """``OffmateConfig.phi`` of second searches."""
 _MANY_BLOCKS = 20
@@ -88,15 +85,13 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
     search = BudgetSearch(request.budget_bytes)
     ram = _RamSearch(request.host_budget_bytes)
     # The program leaves out what is on its way: the schedule finds room for that.
-    planned = replace(config, budget_bytes=search.next, lag=0, lookahead=0, reach=_REACH)
-    limited = config.host_budget_bytes is not None
+    planned = replace(
+        config, budget_bytes=search.next, lag=0, lookahead=0, host_budget_bytes=ram.next, idle_states=False
+    )
     programs = RelaxedPrograms(request.profile, planned)
     estimated: list[tuple[float, Proposal]] = []
-    blocks = len(request.profile.blocks)
-    wanted, scheduled = (
-        min(max(together // blocks, least), most)
-        for together, (least, most) in ((_SOLVED_BLOCKS, _SOLVED), (_SCHEDULED_BLOCKS, _SCHEDULED))
-    )
+    least, most = _SOLVED
+    wanted = min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)
     for turn in range(_TURNS * wanted):
         left = request.deadline - time.monotonic()
         # The first program is solved even late if nothing else has fitted: any plan is better than none.
@@ -107,7 +102,7 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
             left = max(left, _LEAST_S)
         name = f"offmate, {verb} for {format_bytes(search.next)}"
         try:
-            solution = programs.solution(search.next, ram.next if limited else None, left)
+            solution = programs.solution(search.next, ram.next, left)
         except InfeasibleError as error:
             candidates.fail(name, str(error))
             if not (ram.back() or search.raise_to(programs.needed_bytes())):
@@ -118,7 +113,11 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
             candidates.cut_short(name)
             break
         decisions = round_tensors(solution, request.profile)
-        request.require_ram(decisions.least_host_bytes(request.profile))
+        if not planned.idle_states and decisions.least_host_bytes(request.profile) > request.host_budget_bytes:
+            # RAM binds, so that the program has to count all of it. Elsewhere it need not.
+            planned = replace(planned, budget_bytes=search.next, idle_states=True)
+            programs = RelaxedPrograms(request.profile, planned)
+            continue
         proposal = Proposal(name=name, sets=Sets(_within_ram(decisions, request), request.profile))
         seconds = candidates.estimate(proposal)
         if isinstance(seconds, Missed):
@@ -130,12 +129,13 @@ def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Ca
         # room: with a smaller budget the plan may then be faster.
         if enough(seconds):
             break
+        # Programs that go on from others are solved soon: it is the estimates that take the time.
         if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(estimated) == wanted:
             break
     # Estimates tell neighbours apart well enough to schedule only the best of them with care.
     best = [proposal for _, proposal in sorted(estimated, key=lambda item: item[0])]
     best[1:1] = _with_more_room(best[0], request) if best else ()
-    for proposal in best[:scheduled]:
+    for proposal in best[:_SCHEDULED]:
         candidates.add(proposal)
         if enough(candidates.fastest_s):
             return
