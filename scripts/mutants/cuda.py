@@ -89,8 +89,8 @@ MUTANTS = (
     _one(
         "computations do not wait for who used their target",
         DEVICE,
-        "for task in (*tasks, *releases):",
-        "for task in (*tasks,):",
+        "(*events, *before_writing(writes)) if writes else events",
+        "events",
     ),
     _one("a copy overwrites a freed slot early", BASE, "after=after, behind=behind, label=", "after=after, label="),
     _one(
@@ -108,8 +108,8 @@ MUTANTS = (
     _one(
         "a stream is waited for before anything is launched to it",
         DEVICE,
-        "tasks_of(before_writing(writes))\n        self._lanes.finish(tasks)\n",
-        "tasks_of(before_writing(writes))\n",
+        "        self._lanes.finish(awaited)\n",
+        "",
     ),
     _one(
         "the new arena may still be filled",

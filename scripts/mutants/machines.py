@@ -13,8 +13,8 @@ BETWEEN_MACHINES = (
     mutant(
         "sums go between machines before they are complete",
         HOST_TASK,
-        "*(group.host_ready for group in groups)]",
-        "]",
+        "distinct([*self.after, *complete_on_host(groups)])",
+        "distinct(self.after)",
         BESIDE,
     ),
     mutant(

@@ -227,6 +227,11 @@ def many() -> None:
     assert torch.equal(torch.stack(compat.foreach_norm(left)), torch.stack([tensor.norm() for tensor in left]))
 
 
+@check("the library that loads MKL, for the roots of torch's AdamW", "LIBRARY")
+def library() -> None:
+    assert Path(compat.LIBRARY).is_file()
+
+
 @check("updates on the host with the bits of AdamW(fused=True)", "fused_adamw_")
 def adamw() -> None:
     ours, theirs = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
@@ -327,7 +332,7 @@ def steps() -> None:
 
 
 @check(
-    "blocks that are compiled, and their memory", "compiled_call_of", "COMPILED_CALL", "plain_call_of",
+    "blocks that are compiled, and their memory", "compiled_call_of", "COMPILED_CALL", "plain_call_of", "PLAIN_CALL",
     "WRAPPED_MODULE", "compiled_allocations", "allocate_compiled_with", "skip_in_dynamo", "reset_dynamo",
     "lower_graphs", "Operation",
 )  # fmt: skip
@@ -335,6 +340,7 @@ def compiled() -> None:
     net, allocated = nn.Linear(2, 2), []
     plain, given = compat.plain_call_of(net), torch.ones(1, 2)
     assert compat.compiled_call_of(net) is None
+    assert getattr(net, compat.PLAIN_CALL) == plain
     try:
         net.compile(backend="eager")
         assert compat.compiled_call_of(net) is getattr(net, compat.COMPILED_CALL) is not None

@@ -31,7 +31,16 @@ def test_solve_takes_exactly_these() -> None:
 
 
 def test_the_strategy_takes_these_and_its_own_and_windows_are_the_trainers() -> None:
-    own = ("batch_size", "max_batch_size", "micro_batches", "blocks", "plan", "report_dir", "async_checkpoint")
+    own = (
+        "batch_size",
+        "max_batch_size",
+        "micro_batches",
+        "tile_tokens",
+        "blocks",
+        "plan",
+        "report_dir",
+        "async_checkpoint",
+    )
     taken = defaults(OffmateStrategy.__init__, "self", *own)
     windows = {"accumulate": 1, "delayed": False, "hosted": False}
     assert {name.removeprefix("solver_"): value for name, value in taken.items()} | windows == DEFAULTS
