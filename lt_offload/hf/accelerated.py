@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.compat.hugging_face import optimizers_of
-from lt_offload.errors import ConfigError, OverBudget
+from lt_offload.errors import ConfigError, OffloadError, OverBudget
 from lt_offload.execute import find_device
 from lt_offload.hf.replaced import Replaced
 from lt_offload.hf.report import read_record
@@ -350,6 +351,8 @@ class Loop(Training):
     def _stepped(self) -> None:
         self._watching = False
         self._step.close()
+        if isinstance(sys.exc_info()[1], OffloadError) and self.plan is None:
+            self.close()  # there is no plan, and perhaps another try with other settings
 
     # -- its end -----------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class Training(Planning):
         """Return the error of a step in which no backward was seen."""
 
     def _stepped(self) -> None:
-        """Be told that the backward of a step that was watched is over."""
+        """Be told that the backward of a step that was watched is over, or has failed."""
 
     # -- the accelerator ---------------------------------------------------------------------------------------------
 
@@ -119,14 +119,16 @@ class Training(Planning):
         height = DISPATCH_MODES.size()
 
         def run(loss: Tensor, backward: Callable[[], None]) -> None:
-            # Modes that the step has put on top since are the user's.
-            with DISPATCH_MODES.cut(height):
-                returned(loss)
-                forward.close()
-            with first.backward():
-                backward()
-            self._plan_unreached()
-            self._stepped()
+            try:
+                # Modes that the step has put on top since are the user's.
+                with DISPATCH_MODES.cut(height):
+                    returned(loss)
+                    forward.close()
+                with first.backward():
+                    backward()
+                self._plan_unreached()
+            finally:
+                self._stepped()
 
         around.enter_context(at_backward(run))
         return first

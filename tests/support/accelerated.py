@@ -133,16 +133,18 @@ def by_hand(script: Script) -> Ended:
     with script.within:
         model = accelerator.prepare(made)
         optimizer = accelerator.prepare(inner)
-    for i in range(4):
-        batch = {name: tensor.to(accelerator.device) for name, tensor in models.batch(made, seed=i).items()}
-        loss = model(**batch).loss
-        loss.backward()
-        accelerator.clip_grad_value_(model.parameters(), 1e-3)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        script.notes(loss, *(weight.sum() for weight in model.parameters()))
-    ended = script.ended(model, optimizer)
-    accelerator.end_training()
+    try:
+        for i in range(4):
+            batch = {name: tensor.to(accelerator.device) for name, tensor in models.batch(made, seed=i).items()}
+            loss = model(**batch).loss
+            loss.backward()
+            accelerator.clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            script.notes(loss, *(weight.sum() for weight in model.parameters()))
+        ended = script.ended(model, optimizer)
+    finally:
+        accelerator.end_training()
     if script.settings is not None:
         assert {parameter.device.type for parameter in made.parameters()} == {"cpu"}
     return ended

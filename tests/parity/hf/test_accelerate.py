@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import lt_offload
-from lt_offload.errors import ConfigError, OverBudget, UnsupportedError
+from lt_offload.errors import ConfigError, InfeasibleError, OverBudget, UnsupportedError
 from scripts.attack.compared import BUDGETS, attacked
 from tests import sampling
 from tests.support import accelerated
@@ -264,3 +264,19 @@ def test_settings_are_refused_where_the_context_opens() -> None:
         lt_offload.accelerated(memory="lots")
     with pytest.raises(ConfigError, match="micro_batches"):
         lt_offload.accelerated(micro_batches=0)
+
+
+def test_another_try_with_more_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of a loop whose budget was too small is left, though nobody has ended it."""
+    with lt_offload.accelerated(memory=1000):
+        accelerator = accelerated.Script(Path(), None, accelerated.SMALL).start()
+        model = Net()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+    with pytest.raises(InfeasibleError, match="memory=.* is too small for Net"):
+        loop_of(accelerator, model, optimizer)
+    again, model, optimizer = prepared()
+    seed()
+    losses = loop_of(again, model, optimizer)
+    again.end_training()
+    plain_net = plain(Net)
+    assert losses == plain_net.losses
