@@ -421,6 +421,7 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
     """Estimate the speed of updates from the bytes that an update moves."""
     stand_in = _ParameterStandIn(replace(_largest(optimizer), shape=_ESTIMATE_SHAPE), torch.device("cpu"))
     stand_in.step()  # makes the state
+    stand_in.update()  # loads the kernel and tries it, which would be counted below
     with Roofline(hardware) as meter:
         stand_in.update()
     ratio = device_ratio = meter.traffic / stand_in.nbytes

@@ -160,6 +160,13 @@ def test_estimates_count_what_an_update_moves() -> None:
     assert not loop.host_kernel
 
 
+def test_the_trial_of_the_kernel_when_it_is_loaded_is_no_update() -> None:
+    machine = load_hardware("rtx-3060")
+    native.kernel.cache_clear()
+    first = estimate_optimizer(AdamW(parameters(), foreach=False), machine)
+    assert first == estimate_optimizer(AdamW(parameters(), foreach=False), machine)
+
+
 def test_estimates_of_optimizers_of_all_kinds() -> None:
     machine = load_hardware("rtx-3060")
     assert estimate_optimizer(Adafactor(parameters()), machine).host_bytes_per_s > 0
