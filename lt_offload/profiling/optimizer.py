@@ -464,6 +464,7 @@ def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:
     """Return parameter bytes per second."""
     watch = Stopwatch(device)
     stand_in.step()  # makes the state
+    stand_in.update()  # loads the kernel
     launch_s, times = 0.0, list[float]()
     if watch.lags:
         watch.lap()
