@@ -121,7 +121,7 @@ class Kernel:
     def _corrects(self) -> bool:
         """Return whether that is faster on this processor, by some updates in the cache of a core."""
         options = Options(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
-        ones = [torch.ones(_SAMPLE) for _ in range(4)]
+        ones = [torch.ones(_SAMPLE, dtype=torch.float32, device="cpu") for _ in range(4)]
         tables = _tables([Entry(ones[0], ones[1], None, ones[2], ones[3], 1.0)] * 32, options)
         sizes, times = np.full(32, _SAMPLE), {True: math.inf, False: math.inf}
         for self.corrects in (True, False) * 8:
@@ -388,7 +388,7 @@ def agrees(compiled: Kernel) -> bool:
     # Below and above one half torch interpolates in two ways.
     for beta1, step in ((0.9, 1.0), (0.25, 7.0)):
         common = Options(lr=1e-2, beta1=beta1, beta2=0.99, eps=1e-3, weight_decay=0.1)
-        for entry, changes in _samples(step, torch.Generator().manual_seed(0)):
+        for entry, changes in _samples(step, torch.Generator("cpu").manual_seed(0)):
             options, right = replace(common, **changes), converted(entry, Tensor.clone)
             compiled.update([entry], options)
             plain.update([right], options)
@@ -405,8 +405,8 @@ def _samples(step: float, generator: torch.Generator) -> Iterator[tuple[Entry, d
 
     def numbers(dtype: torch.dtype = torch.float32) -> Tensor:
         """Numbers of many magnitudes."""
-        numbers = torch.randn(_SAMPLE, generator=generator) * torch.randn(_SAMPLE, generator=generator).mul_(3).exp_()
-        return numbers.to(dtype)
+        one, other = (torch.randn(_SAMPLE, generator=generator, dtype=torch.float32, device="cpu") for _ in range(2))
+        return (one * other.mul_(3).exp_()).to(dtype)
 
     for dtype in _TYPES:
         param, grad, kept = (numbers(dtype) for _ in range(3))

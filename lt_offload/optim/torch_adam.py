@@ -53,8 +53,11 @@ def adam_update(
         return None
     own = [list(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)]
     common = {name: group[name] for name in _OPTIONS} | {"beta1": beta1, "beta2": beta2}
-    options = kernel_options(group, params[0])
-    if options is not None and sum(map(Tensor.numel, params)) < _LEAST:
+    # For all of them alike: in fp32 the kernel has more options than in other dtypes.
+    options = kernel_options(group, next((p for p in params if p.dtype != torch.float32), params[0]))
+    # Of moments in another dtype torch makes an error.
+    own_dtypes = all(param.dtype is exp_avg.dtype for param, exp_avg in zip(params, exp_avgs, strict=True))
+    if not own_dtypes or sum(map(Tensor.numel, params)) < _LEAST:
         options = None
 
     def run() -> None:
@@ -71,6 +74,9 @@ def kernel_options(group: Mapping[str, Any], param: Tensor) -> Options | None:
     # fp32, and not in the fused kernel.
     apart = group["foreach"] or (group["weight_decay"] != 0 and not group["decoupled_weight_decay"])
     if not param.is_cpu or group["amsgrad"] or (apart and param.dtype != torch.float32 and not group["fused"]):
+        return None
+    # With others, as numpy's of 32 bits, torch would calculate in their precision.
+    if not all(isinstance(group[name], (float, int)) for name in ("lr", "weight_decay", "eps")):
         return None
     return replace(options_of(group, 1.0), each=not group["fused"], decoupled=group["decoupled_weight_decay"])
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lt_offload import limits
-from lt_offload.compat.torch import DisableTorchDispatch, address_of, skip_in_dynamo
+from lt_offload.compat.torch import DisableTorchDispatch, address_of, dispatch_modes, skip_in_dynamo
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.memory.tensors import Weight
@@ -156,7 +156,7 @@ class MovedStorage:
         self.owner = owner
         self.nbytes = storage.nbytes()
         whole = tensor.is_contiguous() and tensor.nbytes == self.nbytes
-        self.device: Tensor | None = tensor.data if whole else _bytes_of(tensor.device, storage)
+        self.device: Tensor | None = _bare(tensor) if whole else _bytes_of(tensor.device, storage)
         """All of it on the device; None while only the host has it."""
         self.form: Form = self.device.shape, self.device.dtype
         self.taken: list[weakref.ref[Moved]] = []
@@ -370,6 +370,14 @@ def given_back(kept: Any) -> Any:
     return kept.restore() if isinstance(kept, Moved) else kept
 
 
+def _bare(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` without its graph."""
+    if not dispatch_modes():  # mostly; to leave modes takes longer than all of it
+        return tensor.data
+    with _no_modes():
+        return tensor.data
+
+
 def _bytes_of(device: torch.device, storage: torch.UntypedStorage) -> Tensor:
     with _no_modes():
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
@@ -408,7 +416,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                     return WeightAlias(weight, offset, tensor.shape, tensor.stride())
             if offloader is None or address_of(tensor.untyped_storage()) in stay or not moves(tensor):
                 # Without a graph, as a saved output would hold the node that holds it: a cycle that no collector sees.
-                return repeat(tensor.data).__next__
+                return repeat(_bare(tensor)).__next__
             return offloader.take(tensor)
 
         # Where a compiled block's graph breaks, operations run uncompiled, and torch would compile the hooks they call.

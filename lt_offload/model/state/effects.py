@@ -249,7 +249,8 @@ class _SavedAttributes:
         self._dicts = [*modules, *(place for place in held if type(place) in _PLAIN_DICTS)]
         self._lists = [place for place in held if type(place) is list]
         self._others = [pair for pair in self.contents if type(pair[0]) not in (*_PLAIN_DICTS, list)]
-        self.holds_tensors = any(isinstance(value, Tensor) for value in self._all())
+        others = (value for _, contents in self._others for value in contents[-1])
+        self.holds_tensors = any(_tensors(value) for value in chain(self._all(), others))
         # Not the objects: those that count are held above, and others may refer to whoever has this.
         self._sizes, self._objects = self._found()
 

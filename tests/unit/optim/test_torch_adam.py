@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -182,6 +183,44 @@ def test_what_the_kernel_does_not_take_is_left_to_torch(kernel: native.Kernel) -
     for dtype in (torch.float64, torch.complex64):
         tensor = torch.zeros(4, dtype=dtype)
         assert kernel.kind(Entry(tensor, tensor, None, tensor, tensor, 1.0), options()[0]) is None
+
+
+@pytest.mark.parametrize("first", DTYPES, ids=str)
+def test_a_group_of_several_dtypes(first: torch.dtype) -> None:
+    """Weight decay in the gradient, which torch rounds in another way in sixteen bits."""
+    dtypes, runs = [first, *(dtype for dtype in DTYPES if dtype != first)], []
+    for update in (lambda optimizer: optimizer.step(), torch_adam.update):
+        torch.manual_seed(2)
+        parameters = [nn.Parameter(numbers(1013, dtype)) for dtype in dtypes]
+        optimizer = torch.optim.Adam(parameters, weight_decay=0.1)
+        for i in range(2):
+            for parameter in parameters:
+                parameter.grad = numbers(1013, parameter.dtype)
+            optimizer.step() if i == 0 else update(optimizer)
+        runs.append([parameter.detach() for parameter in parameters])
+    assert all(same(*pair) for pair in zip(*runs, strict=True))
+
+
+def test_numbers_of_numpy_and_moments_of_another_dtype_are_torchs() -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(8)
+    optimizer.step()
+    [group], state = optimizer.param_groups, optimizer.state[parameter]
+    assert torch_adam.kernel_options(group | {"lr": np.float64(1e-3)}, parameter) is not None
+    assert torch_adam.kernel_options(group | {"lr": np.float32(1e-3)}, parameter) is None
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].bfloat16(), state["exp_avg_sq"].bfloat16()
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch_adam.update(optimizer)
+
+
+def test_the_kernel_is_loaded_whatever_the_default_device() -> None:
+    native.kernel.cache_clear()
+    try:
+        with torch.device("meta"):
+            assert native.kernel() is not None
+    finally:
+        native.kernel.cache_clear()
 
 
 def test_the_engine_updates_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

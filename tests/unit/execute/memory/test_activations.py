@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, Moved
+from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, Moved, SavedTensors
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.streaming import Streaming
 from lt_offload.execute.memory.tensors import Weight
@@ -67,6 +68,19 @@ def test_tensors_come_back_as_they_were(device: HostileDevice, own: bool) -> Non
             assert torch.equal(back, tensor), name
         offloader.close()
     assert pool.nbytes == 4096, "storages stand side by side in one buffer"
+
+
+def test_no_mode_sees_how_tensors_are_saved() -> None:
+    seen: list[Any] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode(), SavedTensors([], None, []):
+        torch.ones(3, requires_grad=True).sin()
+    assert seen == [torch.ops.aten.ones.default, torch.ops.aten.sin.default]
 
 
 def test_memory_is_let_go_of_when_its_copy_is_over(device: HostileDevice) -> None:
