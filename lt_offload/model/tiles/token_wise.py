@@ -123,8 +123,9 @@ class _TokenWise(OperationMode):
     Of all that depends on them tokens are the first dimensions: samples and tokens, or one for both.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         super().__init__()
+        self._weights = {*module.parameters()}
         self._inputs = {address_of(x.untyped_storage()) for x in inputs}
         self._alive = [*inputs]
         """What depends on the inputs, for as long as addresses of storages shall tell."""
@@ -149,7 +150,7 @@ class _TokenWise(OperationMode):
         for x in inputs:
             x.requires_grad_()
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with torch.enable_grad(), hooks, cls(inputs) as mode:
+        with torch.enable_grad(), hooks, cls(module, inputs) as mode:
             out = module.forward(*inputs)  # without its hooks
         if not isinstance(out, Tensor) or not mode._depends(out) or out.shape[:-1] != inputs[0].shape[:-1]:
             raise _MixesError("it returns something else than one tensor")
@@ -164,6 +165,8 @@ class _TokenWise(OperationMode):
         """
         tensors = [*tensors_in((args, kwargs or {}))]
         depending = [x for x in tensors if self._depends(x)]
+        if any(x.requires_grad and x.is_leaf and x not in self._weights and not self._depends(x) for x in tensors):
+            raise _MixesError(f"{schema_of(func).name} has a weight of another module, which would get no gradient")
         schema = schema_of(func)
         named = {a.name: a.default_value for a in schema.arguments}
         named |= dict(zip(named, args, strict=False)) | (kwargs or {})

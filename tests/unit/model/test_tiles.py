@@ -105,6 +105,7 @@ def by_hand(inner: Any, x: Tensor) -> Tensor:
     return out * inner.positions[0]
 
 
+ELSEWHERE = nn.Parameter(torch.ones(WIDTH))
 ALONE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a product": lambda inner, x: inner.down(inner.up(x).relu()),
     "softmax": lambda inner, x: x.softmax(-1),
@@ -136,6 +137,7 @@ MIXED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "a product over tokens": lambda inner, x: x + (x.sum(-1) @ torch.ones(x.shape[1], x.shape[1]))[..., None],
     "code of one's own": by_hand,
+    "another module's weight": lambda inner, x: x * ELSEWHERE.to(x),
 }
 
 
