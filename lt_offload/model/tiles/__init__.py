@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lt_offload.compat.torch import parameters_of
 from lt_offload.errors import ConfigError, PlanError
-from lt_offload.model.compiled import StandIn, cover, is_compiled
+from lt_offload.model.compiled import StandIn, cover, is_compiled, kernels_of
 from lt_offload.model.parts import sizes_of
 from lt_offload.model.saving import in_tiles, run_in_tiles
 from lt_offload.model.state.contexts import ambient, within
@@ -81,7 +81,7 @@ def tile_tokens(model: nn.Module, tokens: int | None, *, blocks: str | None = No
     if not chosen:
         raise ConfigError(
             f"tile_tokens={tokens}: no part of {type(model).__name__} that saves more than its input is known to treat "
-            "each token on its own; leave it out"
+            f"each token on its own; {'set model.kernels=null, or ' * bool(kernels_of(model))}leave it out"
         )
     for module, draws in chosen:
         Tile.put(module, tokens, draws=draws)

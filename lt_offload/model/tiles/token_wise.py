@@ -165,7 +165,8 @@ class _TokenWise(OperationMode):
         """
         tensors = [*tensors_in((args, kwargs or {}))]
         depending = [x for x in tensors if self._depends(x)]
-        if any(x.requires_grad and x.is_leaf and x not in self._weights and not self._depends(x) for x in tensors):
+        strange = [x for x in tensors if x.requires_grad and x.is_leaf and x not in self._weights]
+        if func.namespace != "prim" and any(not self._depends(x) for x in strange):
             raise _MixesError(f"{schema_of(func).name} has a weight of another module, which would get no gradient")
         schema = schema_of(func)
         named = {a.name: a.default_value for a in schema.arguments}
