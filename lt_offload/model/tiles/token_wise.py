@@ -175,6 +175,9 @@ class _TokenWise(OperationMode):
         written = {address_of(x.untyped_storage()) for x in tensors_in(outs)}
         if written - self._known or written & self._inputs:
             raise _MixesError(f"{schema.name} writes to what is not the module's own")
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if seeded and not depending:
+            raise _MixesError(f"{schema.name} draws for all tokens")
         if not depending or func.namespace == "prim":  # fake tensors are asked for their device
             return func(*args, **(kwargs or {}))
         name = schema.name.partition("::")[2]
@@ -182,7 +185,7 @@ class _TokenWise(OperationMode):
         if blank and not (blank == written and name in ("bernoulli_", "copy_", "fill_", "zero_")):
             raise _MixesError(f"{schema.name} reads what no operation has written")
         self._blank -= blank
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= seeded
         lead, longest = self._lead(depending[0]), max(x.ndim for x in depending)
         others = [x for x in tensors if not self._depends(x)]
         if name in _ALONE or torch.Tag.pointwise in func.tags:

@@ -137,6 +137,7 @@ MIXED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "a product over tokens": lambda inner, x: x + (x.sum(-1) @ torch.ones(x.shape[1], x.shape[1]))[..., None],
     "code of one's own": by_hand,
+    "a draw for all tokens": lambda inner, x: x * torch.rand(WIDTH).to(x),
     "another module's weight": lambda inner, x: x * ELSEWHERE.to(x),
 }
 
