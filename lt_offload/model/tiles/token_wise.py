@@ -52,7 +52,8 @@ def modules_of(model: nn.Module, blocks: str | None) -> Iterator[tuple[nn.Module
             known[kind] = _tried(module, dtype)
         draws = known[kind]
         if draws is not None:
-            yield module, draws
+            # A dropout of 0 draws nothing yet.
+            yield module, draws or any(isinstance(other, nn.Dropout) for other in module.modules())
 
 
 def _kind(module: nn.Module) -> Any:

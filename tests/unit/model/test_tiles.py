@@ -191,6 +191,20 @@ def test_dropout_is_drawn_tile_by_tile_and_again() -> None:
     torch.testing.assert_close(entered.grad, again.grad)
 
 
+def test_a_dropout_that_is_raised_later_is_drawn_again() -> None:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Tanh()) for _ in range(2)]
+    model = nn.Sequential(*layers)
+    lt_offload.tile_tokens(model, 5)
+    layers[0].get_submodule("1").p = 0.5  # type: ignore[assignment]
+    x = torch.randn(2, 11, WIDTH)
+    out = layers[0](x)
+    out.sum().backward()
+    kept = (1 - out.square()) * (out != 0) * 2
+    bias = layers[0].get_parameter("0.bias")
+    assert bias.grad is not None
+    torch.testing.assert_close(bias.grad, kept.sum((0, 1)))
+
+
 def test_gradients_are_added_up_from_the_first_tile_on() -> None:
     model, x = net(ALONE["a product"]), torch.randn(1, 12, WIDTH)
     plain: Any = copy.deepcopy(model.get_submodule("0.inner"))
