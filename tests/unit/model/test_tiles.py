@@ -191,6 +191,18 @@ def test_dropout_is_drawn_tile_by_tile_and_again() -> None:
     torch.testing.assert_close(entered.grad, again.grad)
 
 
+def test_weights_of_a_functional_call_get_their_gradients() -> None:
+    model, x = net(ALONE["a product"]), torch.randn(2, 11, WIDTH)
+    inner = model.get_submodule("0.inner")
+    weights = {name: p.detach().clone().requires_grad_() for name, p in inner.named_parameters()}
+    lt_offload.tile_tokens(model, 5)
+    torch.func.functional_call(inner, weights, (x,)).sum().backward()
+    inner(x).sum().backward()
+    for name, p in inner.named_parameters():
+        grad = weights[name].grad
+        assert grad is p.grad is None or torch.equal(grad, p.grad)  # type: ignore[arg-type]
+
+
 def test_a_dropout_that_is_raised_later_is_drawn_again() -> None:
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Tanh()) for _ in range(2)]
     model = nn.Sequential(*layers)
