@@ -305,11 +305,11 @@ class Loop(Training):
             return
         if self.model is not None:
             raise limits.SEVERAL_TRAIN.error(f"{type(model).__name__} beside {type(self.model).__name__}")
+        self._around.enter_context(tiled(model, self.tile_tokens, self.blocks))  # may refuse it
+        self._around.callback(before_calls(model, self._called))
         self.model, self._thread = model, threading.get_ident()
         self.settings = replace(self.settings, accumulate=self._accelerator.gradient_accumulation_steps)
         self._forget_plan(self.run_before)
-        self._around.enter_context(tiled(model, self.tile_tokens, self.blocks))
-        self._around.callback(before_calls(model, self._called))
 
     def _called(self, args: Any, kwargs: Any) -> None:
         """Be ready for a call of the model."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError
+from lt_offload.execute.engine import Engine
 from lt_offload.execute.training.passes import Passes
 from lt_offload.hf import report
 from lt_offload.hf.step import at_backward
@@ -60,21 +61,28 @@ class Training(Planning):
             vars(accelerator)[name] = self._in_place(getattr(accelerator, name))
         clip_norm, clip_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
-        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-            listed = _listed(parameters)
+        def clipping(listed: list[Tensor]) -> Engine | None:
             # The engine clips complete sums of all weights. Those of some, or of a window that goes on, are where torch
             # looks for them; so are all where there is no plan, and nothing is trained by the engine.
             engine = self.engine if accelerator.sync_gradients else None
-            if engine is None or engine.plan is None or not _trained(self.model) <= set(listed):
+            all_of_plan = engine is not None and engine.plan is not None and _trained(self.model) <= set(listed)
+            return engine if all_of_plan else None
+
+        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+            listed = _listed(parameters)
+            engine = clipping(listed)
+            if engine is None:
                 norm: Tensor = clip_norm(listed, max_norm, norm_type)
                 return norm
             return engine.clip_grad_norm_(max_norm, norm_type, parameters=listed)
 
         def clip_grad_value_(parameters: Any, value: float) -> None:
-            if self.engine is None or self.engine.plan is None:
-                clip_value(parameters, value)
+            listed = _listed(parameters)
+            engine = clipping(listed)
+            if engine is None:
+                clip_value(listed, value)
             else:
-                self.engine.clip_grad_value_(value)
+                engine.clip_grad_value_(value)
 
         vars(accelerator).update(clip_grad_norm_=clip_grad_norm_, clip_grad_value_=clip_grad_value_)
 

@@ -51,7 +51,8 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
         )
     ways = [f"memory={as_setting(least.device_bytes)} is enough", *_smaller_inputs(profile, request)]
     if not profile.tile_tokens and profile.sequence_length >= _LONG:
-        ways.append(f"tile_tokens={_TILE} lets MLPs and norms take so many tokens at a time")
+        whole = " with model.kernels=null" if profile.kernels else ""  # modules with kernels of their own stay whole
+        ways.append(f"tile_tokens={_TILE}{whole} lets MLPs and norms take so many tokens at a time")
     off = [name for name in ("host_update", "activation_offload", "recompute") if not getattr(request.settings, name)]
     if off:
         ways.append(f"{' and '.join(f'{name}=True' for name in off)} may help")

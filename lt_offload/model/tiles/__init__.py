@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lt_offload.compat.torch import parameters_of
 from lt_offload.errors import ConfigError, PlanError
-from lt_offload.model.compiled import StandIn, cover, is_compiled
+from lt_offload.model.compiled import StandIn, cover, is_compiled, kernels_of
 from lt_offload.model.parts import sizes_of
 from lt_offload.model.saving import in_tiles, run_in_tiles
 from lt_offload.model.state.contexts import ambient, within
@@ -81,7 +81,7 @@ def tile_tokens(model: nn.Module, tokens: int | None, *, blocks: str | None = No
     if not chosen:
         raise ConfigError(
             f"tile_tokens={tokens}: no part of {type(model).__name__} that saves more than its input is known to treat "
-            "each token on its own; leave it out"
+            f"each token on its own; {'set model.kernels=null, or ' * bool(kernels_of(model))}leave it out"
         )
     for module, draws in chosen:
         Tile.put(module, tokens, draws=draws)
@@ -201,6 +201,8 @@ class _InTiles(torch.autograd.Function):
     def forward(ctx: Any, tile: Tile, weights: Sequence[nn.Parameter], *inputs: Tensor) -> Tensor:
         args = inputs[: len(inputs) - len(weights)]
         ctx.tile, ctx.weights, ctx.needed = tile, weights, ctx.needs_input_grad[2 : 2 + len(args)]
+        # As they are now: torch.func.functional_call puts others there for the forward alone.
+        ctx.places = _places(tile.module, weights)
         # Without autocast's cache: it would give the casts of this run, which has no graph, to a run that has one.
         ctx.ambient = ambient()._replace(caches_casts=False)
         ctx.draws = global_states(args[0]) if tile.draws else []
@@ -229,7 +231,7 @@ class _InTiles(torch.autograd.Function):
         with ExitStack() as stack:
             stack.enter_context(within(ctx.ambient))
             stack.enter_context(drawing(args[0], ctx.draws))
-            stack.enter_context(_in_place_of(tile.module, ctx.weights, leaves))
+            stack.enter_context(_in_place(ctx.places, leaves))
             stack.enter_context(torch.enable_grad())
             for at, gradients in tile.parts((*args, grads[0]), run):
                 for slot, gradient in enumerate(gradients):
@@ -241,16 +243,24 @@ class _InTiles(torch.autograd.Function):
         return None, None, *wholes, *(leaf.grad for leaf in leaves)
 
 
-@contextmanager
-def _in_place_of(module: nn.Module, weights: Sequence[nn.Parameter], leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Let ``module`` compute with ``leaves`` in the place of its ``weights``."""
-    by = dict(zip(weights, leaves, strict=True))
+Places = list[tuple[dict[str, Any], str, int]]
+"""Parameters of modules, a name among them, and the number of the weight that has it."""
+
+
+def _places(module: nn.Module, weights: Sequence[nn.Parameter]) -> Places:
+    numbers = {weight: number for number, weight in enumerate(weights)}
     owned = [parameters_of(other) for other in module.modules()]
-    places = [(own, name, weight) for own in owned for name, weight in own.items() if weight in by]
-    for own, name, weight in places:
-        own[name] = by[weight]
+    return [(own, name, numbers[weight]) for own in owned for name, weight in own.items() if weight in numbers]
+
+
+@contextmanager
+def _in_place(places: Places, leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Let modules compute with ``leaves`` in the ``places`` of their weights."""
+    before = [own[name] for own, name, _ in places]
+    for own, name, number in places:
+        own[name] = leaves[number]
     try:
         yield
     finally:
-        for own, name, weight in places:
+        for (own, name, _), weight in zip(places, before, strict=True):
             own[name] = weight

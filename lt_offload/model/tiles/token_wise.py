@@ -52,7 +52,8 @@ def modules_of(model: nn.Module, blocks: str | None) -> Iterator[tuple[nn.Module
             known[kind] = _tried(module, dtype)
         draws = known[kind]
         if draws is not None:
-            yield module, draws
+            # A dropout of 0 draws nothing yet.
+            yield module, draws or any(isinstance(other, nn.Dropout) for other in module.modules())
 
 
 def _kind(module: nn.Module) -> Any:
@@ -123,8 +124,9 @@ class _TokenWise(OperationMode):
     Of all that depends on them tokens are the first dimensions: samples and tokens, or one for both.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         super().__init__()
+        self._weights = {*module.parameters()}
         self._inputs = {address_of(x.untyped_storage()) for x in inputs}
         self._alive = [*inputs]
         """What depends on the inputs, for as long as addresses of storages shall tell."""
@@ -149,7 +151,7 @@ class _TokenWise(OperationMode):
         for x in inputs:
             x.requires_grad_()
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with torch.enable_grad(), hooks, cls(inputs) as mode:
+        with torch.enable_grad(), hooks, cls(module, inputs) as mode:
             out = module.forward(*inputs)  # without its hooks
         if not isinstance(out, Tensor) or not mode._depends(out) or out.shape[:-1] != inputs[0].shape[:-1]:
             raise _MixesError("it returns something else than one tensor")
@@ -164,6 +166,9 @@ class _TokenWise(OperationMode):
         """
         tensors = [*tensors_in((args, kwargs or {}))]
         depending = [x for x in tensors if self._depends(x)]
+        strange = [x for x in tensors if x.requires_grad and x.is_leaf and x not in self._weights]
+        if func.namespace != "prim" and any(not self._depends(x) for x in strange):
+            raise _MixesError(f"{schema_of(func).name} has a weight of another module, which would get no gradient")
         schema = schema_of(func)
         named = {a.name: a.default_value for a in schema.arguments}
         named |= dict(zip(named, args, strict=False)) | (kwargs or {})
@@ -171,6 +176,9 @@ class _TokenWise(OperationMode):
         written = {address_of(x.untyped_storage()) for x in tensors_in(outs)}
         if written - self._known or written & self._inputs:
             raise _MixesError(f"{schema.name} writes to what is not the module's own")
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if seeded and not depending:
+            raise _MixesError(f"{schema.name} draws for all tokens")
         if not depending or func.namespace == "prim":  # fake tensors are asked for their device
             return func(*args, **(kwargs or {}))
         name = schema.name.partition("::")[2]
@@ -178,7 +186,7 @@ class _TokenWise(OperationMode):
         if blank and not (blank == written and name in ("bernoulli_", "copy_", "fill_", "zero_")):
             raise _MixesError(f"{schema.name} reads what no operation has written")
         self._blank -= blank
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= seeded
         lead, longest = self._lead(depending[0]), max(x.ndim for x in depending)
         others = [x for x in tensors if not self._depends(x)]
         if name in _ALONE or torch.Tag.pointwise in func.tags:

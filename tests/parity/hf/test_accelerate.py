@@ -128,14 +128,19 @@ def test_another_model_may_follow() -> None:
     assert [*map(float, after)] == [*map(float, before)]
 
 
+@pytest.mark.parametrize("by_value", [False, True])
 @pytest.mark.parametrize("count", [None, 5])
-def test_partial_sums_and_some_of_the_weights_are_clipped(count: int | None) -> None:
+def test_partial_sums_and_some_of_the_weights_are_clipped(count: int | None, by_value: bool) -> None:
     def loop(accelerator: Any, model: Any, optimizer: Any) -> list[Tensor]:
         seen = []
         for batch in rows():
             with accelerator.accumulate(model):
                 accelerator.backward(model(**batch)["loss"])
-                seen.append(accelerator.clip_grad_norm_([*model.parameters()][:count], 0.1))
+                some = [*model.parameters()][:count]
+                if by_value:
+                    accelerator.clip_grad_value_(some, 1e-3)
+                else:
+                    seen.append(accelerator.clip_grad_norm_(some, 0.1))
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.end_training()

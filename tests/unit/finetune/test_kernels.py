@@ -15,6 +15,7 @@ from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import kernels
 from lt_offload.finetune.module import FineTune
+from lt_offload.model.tiles import tile_tokens
 from lt_offload.profiling.from_config import profile_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
@@ -221,6 +222,13 @@ def test_models_without_kernels_are_an_error() -> None:
     model.config.hidden_act = "relu"
     with pytest.raises(ConfigError, match="no gated relu, but silu, swish, gelu_pytorch_tanh"):
         kernels.use_functions(model, kernels.PLANNED)
+
+
+def test_tiles_of_a_model_with_kernels_are_an_error_that_names_them() -> None:
+    model = models.build("llama")
+    kernels.use_functions(model, kernels.PLANNED)
+    with pytest.raises(ConfigError, match="tile_tokens=5: no part .* set model.kernels=null, or leave it out"):
+        tile_tokens(model, 5)
 
 
 @pytest.mark.slow

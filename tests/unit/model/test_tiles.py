@@ -105,6 +105,7 @@ def by_hand(inner: Any, x: Tensor) -> Tensor:
     return out * inner.positions[0]
 
 
+ELSEWHERE = nn.Parameter(torch.ones(WIDTH))
 ALONE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a product": lambda inner, x: inner.down(inner.up(x).relu()),
     "softmax": lambda inner, x: x.softmax(-1),
@@ -136,6 +137,8 @@ MIXED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "a product over tokens": lambda inner, x: x + (x.sum(-1) @ torch.ones(x.shape[1], x.shape[1]))[..., None],
     "code of one's own": by_hand,
+    "a draw for all tokens": lambda inner, x: x * torch.rand(WIDTH).to(x),
+    "another module's weight": lambda inner, x: x * ELSEWHERE.to(x),
 }
 
 
@@ -186,6 +189,32 @@ def test_dropout_is_drawn_tile_by_tile_and_again() -> None:
     assert entered.grad is not None
     assert again.grad is not None
     torch.testing.assert_close(entered.grad, again.grad)
+
+
+def test_weights_of_a_functional_call_get_their_gradients() -> None:
+    model, x = net(ALONE["a product"]), torch.randn(2, 11, WIDTH)
+    inner = model.get_submodule("0.inner")
+    weights = {name: p.detach().clone().requires_grad_() for name, p in inner.named_parameters()}
+    lt_offload.tile_tokens(model, 5)
+    torch.func.functional_call(inner, weights, (x,)).sum().backward()
+    inner(x).sum().backward()
+    for name, p in inner.named_parameters():
+        grad = weights[name].grad
+        assert grad is p.grad is None or torch.equal(grad, p.grad)  # type: ignore[arg-type]
+
+
+def test_a_dropout_that_is_raised_later_is_drawn_again() -> None:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Tanh()) for _ in range(2)]
+    model = nn.Sequential(*layers)
+    lt_offload.tile_tokens(model, 5)
+    layers[0].get_submodule("1").p = 0.5  # type: ignore[assignment]
+    x = torch.randn(2, 11, WIDTH)
+    out = layers[0](x)
+    out.sum().backward()
+    kept = (1 - out.square()) * (out != 0) * 2
+    bias = layers[0].get_parameter("0.bias")
+    assert bias.grad is not None
+    torch.testing.assert_close(bias.grad, kept.sum((0, 1)))
 
 
 def test_gradients_are_added_up_from_the_first_tile_on() -> None:
