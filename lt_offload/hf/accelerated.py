@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,7 +27,7 @@ from lt_offload.hf.report import read_record
 from lt_offload.hf.training import Training, unwrapped
 from lt_offload.model.batch import Size
 from lt_offload.model.blocks import find_blocks
-from lt_offload.model.compiled import before_calls
+from lt_offload.model.compiled import around_calls
 from lt_offload.model.parts import extent
 from lt_offload.model.tiles import tiled
 from lt_offload.profiling.measure import profile
@@ -174,6 +173,8 @@ class Loop(Training):
         self._accelerator = accelerator
         self._thread = 0
         """The thread that the model is prepared in."""
+        self._done = 0
+        """Updates by plans that are over."""
         self.began = False
         """True once a model that was prepared has been called."""
         self._step = ExitStack()
@@ -223,14 +224,15 @@ class Loop(Training):
 
     @property
     def _updates_done(self) -> int:
-        return 0
+        return self._done
+
+    def _close_engine(self) -> None:
+        if self.engine is not None and self.engine.plan is not None:
+            self._done += self.engine.recorder.iterations
+        super()._close_engine()
 
     def _folder(self) -> Path | None:
         return None if self.report_dir is None else Path(self.report_dir)
-
-    def _wants_larger(self, size: Size) -> bool:
-        wanted = self._sample_batch
-        return wanted is not None and self.plan_path is None and size.ratio(Size.of(wanted)) > 1
 
     def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
         batch = batch if self._sample_batch is None else self._sample_batch
@@ -306,13 +308,14 @@ class Loop(Training):
         if self.model is not None:
             raise limits.SEVERAL_TRAIN.error(f"{type(model).__name__} beside {type(self.model).__name__}")
         self._around.enter_context(tiled(model, self.tile_tokens, self.blocks))  # may refuse it
-        self._around.callback(before_calls(model, self._called))
+        self._around.callback(around_calls(model, self._called))
         self.model, self._thread = model, threading.get_ident()
         self.settings = replace(self.settings, accumulate=self._accelerator.gradient_accumulation_steps)
         self._forget_plan(self.run_before)
 
-    def _called(self, args: Any, kwargs: Any) -> None:
-        """Be ready for a call of the model."""
+    @contextmanager
+    def _called(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Enclose a call of the model, for which there is an engine or a step that is watched."""
         if not self.began:
             if threading.get_ident() != self._thread:
                 raise ConfigError(
@@ -322,36 +325,59 @@ class Loop(Training):
             if (other := _running.setdefault(self._thread, self)) is not self:
                 raise limits.SEVERAL_TRAIN.error(f"{type(self.model).__name__} beside {type(other.model).__name__}")
             self.began = True
-        if torch.is_grad_enabled():
-            if not self._watching:
-                self._step = ExitStack()
-                self._watching = self._enter(kwargs or args, self._step) is not None
-        elif self.engine is None and self._watched is None:
+        with self._in_memory("a call"):
+            if not torch.is_grad_enabled():
+                self._stream()
+            elif not self._watching:
+                self._step, self._watching = ExitStack(), True  # a step on trial calls the model, too
+                watched = None
+                try:
+                    watched = self._enter(kwargs or args, self._step)
+                finally:
+                    self._watching = watched is not None
+            yield
+
+    def _stream(self) -> None:
+        if self.engine is None and self._watched is None:
             context = streamed(self.model, self._budget, find_blocks(self.model, self.blocks), self.root_device)
             try:
                 self.engine = self._installed.enter_context(context)
             except OverBudget as error:
-                raise OverBudget(
-                    f"a call of {type(self.model).__name__} needs more than memory={format_bytes(self._budget)}: set "
-                    f"memory= to more ({error})"
-                ) from error
+                raise self._too_little("a call", error) from error
+
+    @contextmanager
+    def _in_memory(self, what: str) -> Iterator[None]:
+        # A GPU's own error names no setting, and passes through no context of the engine, which a loop keeps open.
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise self._too_little(what, error) from error
+
+    def _too_little(self, what: str, error: Exception) -> OverBudget:
+        memory = format_bytes(self.engine.device.budget if self.engine is not None else self._budget)
+        return OverBudget(
+            f"{what} of {type(self.model).__name__} needs more than memory={memory}: set memory= to more ({error})"
+        )
 
     def _called_before(self, backward: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(backward)
         def checked(*args: Any, **kwargs: Any) -> None:
-            if self.model is not None and not self.began:
+            if self.model is None:  # given back, and trained plainly
+                return backward(*args, **kwargs)
+            if not self.began:
                 raise ConfigError(
                     f"{type(self.model).__name__} was not called before accelerator.backward(): call what "
                     "accelerator.prepare() returned, and no part or method of it"
                 )
-            backward(*args, **kwargs)
+            with self._in_memory("a backward"):
+                return backward(*args, **kwargs)
 
         return checked
 
-    def _stepped(self) -> None:
+    def _stepped(self, error: BaseException | None) -> None:
         self._watching = False
         self._step.close()
-        if isinstance(sys.exc_info()[1], OffloadError) and self.plan is None:
+        if isinstance(error, OffloadError) and self.plan is None:
             self.close()  # there is no plan, and perhaps another try with other settings
 
     # -- its end -----------------------------------------------------------------------------------------------------
@@ -372,7 +398,7 @@ class Loop(Training):
             self._step.close()
         if self.began:
             del _running[self._thread]
-        self._watching, self.began, self.model = False, False, None
+        self._watching, self.began, self.model, self._done = False, False, None, 0
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -90,10 +90,6 @@ class Run(Training):
         args = self.trainer.args
         return Path(args.output_dir) / report.FOLDER if args.should_save and args.output_dir else None
 
-    def _wants_larger(self, size: Size) -> bool:
-        wanted = self._sample_batch
-        return wanted is not None and self.plan_path is None and size.ratio(Size.of(wanted)) > 1
-
     def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
         batch = batch if self._sample_batch is None else self._sample_batch
         return Size.of(batch), partial(trial, self.trainer, self.model, self._structure(), batch, budget=self._budget)

@@ -19,6 +19,7 @@ from lt_offload.hf import report
 from lt_offload.hf.step import at_backward
 from lt_offload.machine.dispatch import DISPATCH_MODES
 from lt_offload.machine.driver import current
+from lt_offload.model.batch import Size
 from lt_offload.model.calls import plainly
 from lt_offload.profiling.hardware import check_host_memory, check_memory
 from lt_offload.schema.plan import Plan
@@ -46,12 +47,16 @@ class Training(Planning):
         """Show ``text`` to the user."""
         report.show(text)
 
+    def _wants_larger(self, size: Size) -> bool:
+        wanted = self._sample_batch
+        return wanted is not None and self.plan_path is None and size.ratio(Size.of(wanted)) > 1
+
     @abstractmethod
     def _without_backward(self) -> ConfigError:
         """Return the error of a step in which no backward was seen."""
 
-    def _stepped(self) -> None:
-        """Be told that the backward of a step that was watched is over, or has failed."""
+    def _stepped(self, error: BaseException | None) -> None:
+        """Be told that the backward of a step that was watched is over, or has failed with ``error``."""
 
     # -- the accelerator ---------------------------------------------------------------------------------------------
 
@@ -135,8 +140,10 @@ class Training(Planning):
                 with first.backward():
                     backward()
                 self._plan_unreached()
-            finally:
-                self._stepped()
+            except BaseException as error:
+                self._stepped(error)
+                raise
+            self._stepped(None)
 
         around.enter_context(at_backward(run))
         return first

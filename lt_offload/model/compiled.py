@@ -10,6 +10,7 @@ of weights or a pickled module are what plain PyTorch would make of the module.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -107,16 +108,16 @@ def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:
     return cover(module, entry, StandIn(module, entry, vars(module).get(entry), stand_in))
 
 
-def before_calls(module: nn.Module, begin: Callable[[Any, Any], None]) -> Callable[[], None]:
-    """Let ``begin`` get arguments and keyword arguments before each call of ``module``; return what ends it.
+def around_calls(module: nn.Module, around: Callable[[Any, Any], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Run each call of ``module`` within ``around`` of its arguments and keyword arguments; return what ends that.
 
-    Before its hooks, unlike one of them: those that ``begin`` adds or removes count in the same call.
+    It is entered before the module's hooks, unlike one of them: those that it adds or removes count in the same call.
     """
     plain = plain_call_of(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        begin(args, kwargs)
-        return plain(*args, **kwargs)
+        with around(args, kwargs):
+            return plain(*args, **kwargs)
 
     return cover(module, PLAIN_CALL, call)
 

@@ -1,4 +1,4 @@
-"""The host's AdamW kernel: one pass over memory, for weights of any dtype.
+"""The compiled kernel updates weights of any dtype on the host by AdamW in one pass over memory.
 
 The kernel is compiled for this processor when it is first needed, which takes a compiler and a few seconds once, and
 kept in the user's cache, where nobody else may write. It is used only if it gives the very numbers of torch's own

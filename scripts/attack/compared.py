@@ -102,13 +102,20 @@ def _failed_kernels() -> int:
 def smallest(train: Train, **switches: Any) -> int:
     """Return the smallest memory that is named where there is none."""
     context = driver.context_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0
-    try:
-        train({"memory": 1000 + context * 21 // 20, **switches})
-    except InfeasibleError as error:
-        if error.needed_bytes is not None:
-            return error.needed_bytes
-        raise
-    raise AssertionError("a thousand bytes were enough")
+    memory = 1000 + context * 21 // 20
+    while True:
+        try:
+            train({"memory": memory, **switches})
+        except InfeasibleError as error:
+            if error.needed_bytes is not None:
+                return error.needed_bytes
+            raise
+        except OverBudget:  # the first step has to fit on a GPU when it shows something
+            if not torch.cuda.is_available():
+                raise
+            memory += memory // 8
+        else:
+            raise AssertionError(f"{memory} bytes were enough")
 
 
 @dataclass(frozen=True)

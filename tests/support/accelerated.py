@@ -243,6 +243,36 @@ def diffusion(script: Script) -> Ended:
         return script.ended(model, optimizer)
 
 
+def two_lists(script: Script) -> Ended:
+    """A transformer of diffusers with two lists of layers, whose steps are measured aside as they are added up."""
+    from diffusers import FluxTransformer2DModel
+
+    heads = {"attention_head_dim": 16, "num_attention_heads": 16 if script.sizes is LARGE else 2}
+    widths = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "in_channels": 4, "axes_dims_rope": (4, 4, 8)}
+    torch.manual_seed(0)
+    made = FluxTransformer2DModel(patch_size=1, num_layers=2, num_single_layers=4, **heads, **widths)
+    with script.within:
+        accelerator = script.start(gradient_accumulation_steps=2)
+        optimizer: Any = adamw(made)
+        model, optimizer = accelerator.prepare(made, optimizer)
+        for i in range(4):
+            generator = torch.Generator().manual_seed(i)
+            image, text, pooled = (torch.randn(2, *size, generator=generator) for size in ((16, 4), (6, 32), (32,)))
+            batch = {"hidden_states": image, "encoder_hidden_states": text, "pooled_projections": pooled}
+            batch |= {"timestep": torch.rand(2, generator=generator)}
+            batch |= {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(6, 3)}
+            with accelerator.accumulate(model):
+                out = model(**{name: x.to(accelerator.device) for name, x in batch.items()}, return_dict=False)[0]
+                loss = out.float().pow(2).mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    script.notes(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+            script.notes(loss)
+        return script.ended(model, optimizer)
+
+
 CASES: dict[str, Callable[[Script], Ended]] = {
     "every batch an update": of_examples,
     "accumulated, clipped, evaluated": partial(of_examples, accumulate=3, clip=0.1, evaluates=True),
@@ -252,6 +282,7 @@ CASES: dict[str, Callable[[Script], Ended]] = {
     "by hand": by_hand,
     "resumed": resumed,
     "diffusion": diffusion,
+    "two lists": two_lists,
 }
 
 

@@ -1,4 +1,4 @@
-"""Finds the parts of a model that treat each token on its own, by running them on a few tokens.
+"""The search for parts of a model that treat each token on its own: it runs them on a few tokens.
 
 What depends on the input of a module is followed through its operations. Those that are known to keep tokens apart are
 few (products with weights, functions of each number, norms and sums over what a token has); any other refuses.

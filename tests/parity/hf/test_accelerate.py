@@ -94,6 +94,25 @@ def prepared(**options: Any) -> tuple[Any, Any, Any]:
         return accelerator, *accelerator.prepare(model, adamw(model))
 
 
+def test_a_larger_batch_that_is_named_is_planned_for() -> None:
+    """Its trial leaves no trace, and the later batch of its size makes no other plan."""
+    expected = plain(Net)
+    sample = {name: tensor.repeat(2, 1) for name, tensor in rows()[0].items()}
+    with lt_offload.accelerated(memory="300kB", sample_batch=sample):
+        accelerator = accelerated.Script(Path(), None, accelerated.SMALL).start()
+        model = Net()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        seed()
+        losses = loop_of(accelerator, model, optimizer)
+        plan = accelerator.offmate.plan
+        loss = model(**sample)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        assert accelerator.offmate.plan is plan
+        assert plan.batch_size == len(sample["ids"])
+    assert [*map(float, losses)] == [*map(float, expected.losses)]
+
+
 def test_forwards_before_the_first_step_and_copies_of_the_model() -> None:
     batch = rows()[0]
     with torch.no_grad():
