@@ -1,0 +1,1 @@
+"""Storage forms of frozen weights."""

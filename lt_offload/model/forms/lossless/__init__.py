@@ -1,0 +1,158 @@
+"""The lossless form of bfloat16 weights: about 0.70 of their size, and every bit comes back.
+
+:func:`close` makes the pieces of a weight once, :func:`open_` writes the numbers that they hold, NaN payloads, signs of
+zeros and subnormal numbers included. ``plain.py`` defines both. Compiled code does the same on the host, a kernel in
+Triton opens weights on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lt_offload.model.forms.lossless import host, plain
+from lt_offload.model.forms.lossless.plain import Closed
+
+_log = logging.getLogger(__name__)
+
+__all__ = ["SHARE", "Closed", "close", "open_", "size", "stack"]
+
+SHARE = 1 / 32
+"""Share of numbers with an escape where no numbers are known."""
+
+
+def size(numbers: int, escapes: int | None = None) -> int:
+    """Return the bytes of all pieces of a weight of ``numbers``; ``escapes`` as :data:`SHARE` says if None."""
+    escapes = math.ceil(numbers * SHARE) if escapes is None else escapes
+    return _bytes(plain.allocate(torch.empty(0, device="meta"), numbers, escapes))
+
+
+def close(weight: Tensor, *, larger: bool = False) -> Closed:
+    """Return the pieces of a weight, on its device.
+
+    Args:
+        weight: bfloat16 of any shape. On the meta device and among fake tensors it has no numbers: then its pieces are
+            such tensors too, with as many escapes as :data:`SHARE` says.
+        larger: close it also if its pieces take as many bytes as it or more. Numbers with more than eight common
+            exponents do, such as random bits, and few numbers.
+
+    Raises:
+        ValueError: it is not of bfloat16, or its pieces would not be smaller.
+    """
+    weight = weight.detach()
+    if weight.dtype is not torch.bfloat16:
+        raise ValueError(f"the lossless form is for bfloat16: convert a weight of {weight.dtype} or leave it as it is")
+    if weight.is_meta or type(weight) is not Tensor:
+        closed = plain.allocate(weight, weight.numel(), math.ceil(weight.numel() * SHARE))
+    else:
+        bits = weight.reshape(-1).view(torch.int16)
+        compiled = host.library() if bits.is_cpu else None
+        closed = plain.close(bits) if compiled is None else compiled.close(bits.contiguous())
+    before, after = 2 * weight.numel(), _bytes(closed)
+    if after >= before and not larger:
+        raise ValueError(
+            f"a weight of shape {tuple(weight.shape)} would take {after:,} bytes in the lossless form and takes "
+            f"{before:,} as it is: leave it so"
+        )
+    return closed
+
+
+def open_(
+    pieces: tuple[Tensor, ...], shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
+) -> Tensor:
+    """Return the weight that :func:`close` or :func:`stack` made ``pieces`` of.
+
+    Args:
+        pieces: five tensors, all on one device.
+        shape: of the weight; of a stack its first number is how many weights there are.
+        dtype: bfloat16.
+        out: contiguous memory of ``shape`` that the weight is written to; new memory if None.
+
+    Raises:
+        ValueError: ``pieces`` are of another shape, or ``dtype`` or ``out`` does not suit.
+    """
+    closed, shape = Closed(*pieces), tuple(shape)
+    if dtype is not torch.bfloat16:
+        raise ValueError(f"the lossless form is opened as bfloat16, not as {dtype}: convert what is opened")
+    stacked = closed.starts.dim() == 2
+    numbers = math.prod(shape[stacked:])
+    sizes = closed.mantissas.shape, closed.starts.shape[-1]
+    if sizes != ((*shape[:stacked], numbers), plain.blocks_of(numbers)):
+        raise ValueError(
+            f"pieces of {' x '.join(map(str, sizes[0]))} numbers are not those of a weight of shape {shape}"
+        )
+    if out is None:
+        out = closed.mantissas.new_empty(shape, dtype=dtype)
+    elif out.shape != shape or out.dtype is not dtype or not out.is_contiguous():
+        layout = "" if out.is_contiguous() else " and not contiguous"
+        raise ValueError(
+            f"out= is {out.dtype} of shape {tuple(out.shape)}{layout}: it has to be contiguous {dtype} of {shape}"
+        )
+    for part, each in zip(out, zip(*closed, strict=True), strict=True) if stacked else [(out, closed)]:
+        torch.ops.lt_offload.open_lossless_(part, *each)
+    if not out.is_inference():
+        # The operation writes past torch: a graph that has saved this memory has to notice all the same.
+        torch.autograd.graph.increment_version([out])
+    return out
+
+
+def stack(weights: Sequence[tuple[Tensor, ...]]) -> Closed:
+    """Return closed weights of one shape as one: each piece has a dimension more, the first.
+
+    Escapes are filled up to the longest. ``Closed(*(piece[i] for piece in pieces))`` is weight ``i`` again, and slices
+    are stacks.
+    """
+    closed = [Closed(*pieces) for pieces in weights]
+    longest = max(len(each.escapes) for each in closed)
+    filled = [each._replace(escapes=functional.pad(each.escapes, (0, longest - len(each.escapes)))) for each in closed]
+    return Closed(*(torch.stack(pieces) for pieces in zip(*filled, strict=True)))
+
+
+def _bytes(closed: Closed) -> int:
+    return sum(piece.nbytes for piece in closed)
+
+
+# An operation of torch's, so that whoever watches what runs sees one, whatever carries it out.
+_library = torch.library.Library("lt_offload", "FRAGMENT")  # type: ignore[no-untyped-call]
+_ARGUMENTS = ", ".join(f"Tensor {name}" for name in Closed._fields)
+_library.define(f"open_lossless_(Tensor(a!) out, {_ARGUMENTS}) -> ()")  # type: ignore[no-untyped-call]
+
+
+def _open(out: Tensor, *pieces: Tensor) -> None:
+    closed, bits = Closed(*(piece.contiguous() for piece in pieces)), out.view(-1).view(torch.int16)
+    compiled = host.library() if bits.is_cpu else None
+    if not len(bits):
+        return
+    if compiled is not None:
+        compiled.open_(closed, bits)
+    elif bits.is_cuda and _on_gpu(bits.device):
+        from lt_offload.model.forms.lossless import cuda
+
+        cuda.open_(closed, bits)
+    else:
+        plain.open_(closed, bits)
+
+
+@functools.cache
+def _on_gpu(device: torch.device) -> bool:
+    """Return whether the kernel runs on ``device``; the log says why not, once. It is compiled with a C compiler."""
+    try:
+        from lt_offload.model.forms.lossless import cuda
+
+        if cuda.agrees(device):
+            return True
+        reason = "its bits are not those of torch's operations"
+    except Exception as error:  # of any library that Triton calls
+        reason = str(error).partition("\n")[0]
+    _log.warning("lossless weights are opened slower than they could be on %s: no kernel, as %s", device, reason)
+    return False
+
+
+_library.impl("open_lossless_", _open, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("open_lossless_", lambda *_: None, "Meta")  # type: ignore[no-untyped-call]
