@@ -21,7 +21,7 @@ from lt_offload.model.forms.lossless.plain import Closed
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["SHARE", "Closed", "close", "open_", "size", "stack"]
+__all__ = ["SHARE", "Closed", "close", "has_kernel", "open_", "size", "stack"]
 
 SHARE = 1 / 32
 """Share of numbers with an escape where no numbers are known."""
@@ -131,7 +131,7 @@ def _open(out: Tensor, *pieces: Tensor) -> None:
         return
     if compiled is not None:
         compiled.open_(closed, bits)
-    elif bits.is_cuda and _on_gpu(bits.device):
+    elif bits.is_cuda and has_kernel(bits.device):
         from lt_offload.model.forms.lossless import cuda
 
         cuda.open_(closed, bits)
@@ -140,8 +140,8 @@ def _open(out: Tensor, *pieces: Tensor) -> None:
 
 
 @functools.cache
-def _on_gpu(device: torch.device) -> bool:
-    """Return whether the kernel runs on ``device``; the log says why not, once. It is compiled with a C compiler."""
+def has_kernel(device: torch.device) -> bool:
+    """Return whether the kernel for GPUs runs on ``device``; the log says why not, once. Triton needs a C compiler."""
     try:
         from lt_offload.model.forms.lossless import cuda
 
