@@ -96,9 +96,6 @@ def open_(
         )
     for part, each in zip(out, zip(*closed, strict=True), strict=True) if stacked else [(out, closed)]:
         torch.ops.lt_offload.open_lossless_(part, *each)
-    if not out.is_inference():
-        # The operation writes past torch: a graph that has saved this memory has to notice all the same.
-        torch.autograd.graph.increment_version([out])
     return out
 
 
@@ -126,9 +123,9 @@ _library.define(f"open_lossless_(Tensor(a!) out, {_ARGUMENTS}) -> ()")  # type: 
 
 def _open(out: Tensor, *pieces: Tensor) -> None:
     closed, bits = Closed(*(piece.contiguous() for piece in pieces)), out.view(-1).view(torch.int16)
-    compiled = host.library() if bits.is_cpu else None
     if not len(bits):
         return
+    compiled = host.library() if bits.is_cpu else None
     if compiled is not None:
         compiled.open_(closed, bits)
     elif bits.is_cuda and has_kernel(bits.device):
@@ -137,6 +134,9 @@ def _open(out: Tensor, *pieces: Tensor) -> None:
         cuda.open_(closed, bits)
     else:
         plain.open_(closed, bits)
+    if not out.is_inference():
+        # Autograd does not see what is written here: a graph that has saved this memory has to notice all the same.
+        torch.autograd.graph.increment_version([out])
 
 
 @functools.cache

@@ -326,6 +326,21 @@ def test_memory_that_a_graph_has_saved_is_not_opened_to_unnoticed() -> None:
         assert same(lossless.open_(closed, (64, 64)), out)
 
 
+@pytest.mark.slow
+def test_code_that_opens_can_be_compiled() -> None:
+    weight = weights((64, 64))
+    closed = lossless.close(weight)
+
+    def product(inputs: Tensor, out: Tensor) -> Tensor:
+        stacked = lossless.stack([closed, closed])
+        return inputs @ lossless.open_(closed, (64, 64), torch.bfloat16, out) + lossless.open_(stacked, (2, 64, 64))[1]
+
+    inputs, out = weights((64, 64), 1), torch.zeros_like(weight)
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+    assert same(compiled(inputs, out), inputs @ weight + weight)
+    assert same(out, weight)
+
+
 def test_without_a_compiler_torch_opens(
     fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
