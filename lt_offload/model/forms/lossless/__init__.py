@@ -1,8 +1,8 @@
 """The lossless form of bfloat16 weights: about 0.70 of their size, and every bit comes back.
 
 :func:`close` makes the pieces of a weight once, :func:`open_` writes the numbers that they hold, NaN payloads, signs of
-zeros and subnormal numbers included. ``plain.py`` defines both. Compiled code does the same on the host, a kernel in
-Triton opens weights on a GPU.
+zeros and subnormal numbers included. ``plain.py`` defines both. Compiled code does the same on the host, and a kernel
+in Triton opens weights on a GPU.
 """
 
 from __future__ import annotations
@@ -17,43 +17,53 @@ from torch import Tensor
 from torch.nn import functional
 
 from lt_offload.model.forms.lossless import host, plain
-from lt_offload.model.forms.lossless.plain import Closed
+from lt_offload.model.forms.lossless.plain import Closed, Layout
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["SHARE", "Closed", "close", "has_kernel", "open_", "size", "stack"]
+__all__ = ["SHARE", "Closed", "close", "has_kernel", "layout", "open_", "stack"]
 
 SHARE = 1 / 32
-"""Share of numbers with an escape where no numbers are known."""
+"""Share of numbers that have an escape in weights as they usually are: pieces take 0.705 of the weight's bytes then."""
 
 
-def size(numbers: int, escapes: int | None = None) -> int:
-    """Return the bytes of all pieces of a weight of ``numbers``; ``escapes`` as :data:`SHARE` says if None."""
-    escapes = math.ceil(numbers * SHARE) if escapes is None else escapes
-    return _bytes(plain.allocate(torch.empty(0, device="meta"), numbers, escapes))
+def layout(shape: Sequence[int], room: float = SHARE) -> Layout:
+    """Return shapes and dtypes of the pieces of a weight of ``shape``, with room for such a share of escapes."""
+    numbers = math.prod(shape)
+    return plain.layout(numbers, math.ceil(numbers * room))
 
 
-def close(weight: Tensor, *, larger: bool = False) -> Closed:
+def close(weight: Tensor, *, room: float | None = None, larger: bool = False) -> Closed:
     """Return the pieces of a weight, on its device.
 
     Args:
         weight: bfloat16 of any shape. On the meta device and among fake tensors it has no numbers: then its pieces are
             such tensors too, with as many escapes as :data:`SHARE` says.
-        larger: close it also if its pieces take as many bytes as it or more. Numbers with more than eight common
-            exponents do, such as random bits, and few numbers.
+        room: share of numbers for whose escapes there is room, so that the layout does not depend on the numbers; None:
+            as much as they need.
+        larger: close it also if its pieces take as many bytes as it or more, as those of random bits do, and those of
+            a few numbers.
 
     Raises:
-        ValueError: it is not of bfloat16, or its pieces would not be smaller.
+        ValueError: it is not of bfloat16, has more escapes than ``room``, or its pieces would not be smaller.
     """
     weight = weight.detach()
     if weight.dtype is not torch.bfloat16:
         raise ValueError(f"the lossless form is for bfloat16: convert a weight of {weight.dtype} or leave it as it is")
     if weight.is_meta or type(weight) is not Tensor:
-        closed = plain.allocate(weight, weight.numel(), math.ceil(weight.numel() * SHARE))
+        closed = plain.allocate(weight, weight.numel(), math.ceil(weight.numel() * (SHARE if room is None else room)))
     else:
         bits = weight.reshape(-1).view(torch.int16)
         compiled = host.library() if bits.is_cpu else None
         closed = plain.close(bits) if compiled is None else compiled.close(bits.contiguous())
+        if room is not None:
+            escapes = math.ceil(weight.numel() * room)
+            if len(closed.escapes) > max(1, escapes):
+                raise ValueError(
+                    f"a weight of shape {tuple(weight.shape)} has {len(closed.escapes):,} escapes in the lossless form "
+                    f"and room for {escapes:,}: leave it as it is"
+                )
+            closed = _filled(closed, escapes)
     before, after = 2 * weight.numel(), _bytes(closed)
     if after >= before and not larger:
         raise ValueError(
@@ -71,15 +81,13 @@ def open_(
     Args:
         pieces: five tensors, all on one device.
         shape: of the weight; of a stack its first number is how many weights there are.
-        dtype: bfloat16.
+        dtype: of the weight that is returned; numbers are converted if it is not bfloat16.
         out: contiguous memory of ``shape`` that the weight is written to; new memory if None.
 
     Raises:
-        ValueError: ``pieces`` are of another shape, or ``dtype`` or ``out`` does not suit.
+        ValueError: ``pieces`` or ``out`` are not for such a weight.
     """
     closed, shape = Closed(*pieces), tuple(shape)
-    if dtype is not torch.bfloat16:
-        raise ValueError(f"the lossless form is opened as bfloat16, not as {dtype}: convert what is opened")
     stacked = closed.starts.dim() == 2
     numbers = math.prod(shape[stacked:])
     sizes = closed.mantissas.shape, closed.starts.shape[-1]
@@ -90,10 +98,12 @@ def open_(
     if out is None:
         out = closed.mantissas.new_empty(shape, dtype=dtype)
     elif out.shape != shape or out.dtype is not dtype or not out.is_contiguous():
-        layout = "" if out.is_contiguous() else " and not contiguous"
+        strided = "" if out.is_contiguous() else " and not contiguous"
         raise ValueError(
-            f"out= is {out.dtype} of shape {tuple(out.shape)}{layout}: it has to be contiguous {dtype} of {shape}"
+            f"out= is {out.dtype} of shape {tuple(out.shape)}{strided}: it has to be contiguous {dtype} of {shape}"
         )
+    if dtype is not torch.bfloat16:
+        return out.copy_(open_(closed, shape))
     for part, each in zip(out, zip(*closed, strict=True), strict=True) if stacked else [(out, closed)]:
         torch.ops.lt_offload.open_lossless_(part, *each)
     return out
@@ -107,8 +117,11 @@ def stack(weights: Sequence[tuple[Tensor, ...]]) -> Closed:
     """
     closed = [Closed(*pieces) for pieces in weights]
     longest = max(len(each.escapes) for each in closed)
-    filled = [each._replace(escapes=functional.pad(each.escapes, (0, longest - len(each.escapes)))) for each in closed]
-    return Closed(*(torch.stack(pieces) for pieces in zip(*filled, strict=True)))
+    return Closed(*(torch.stack(pieces) for pieces in zip(*(_filled(each, longest) for each in closed), strict=True)))
+
+
+def _filled(closed: Closed, escapes: int) -> Closed:
+    return closed._replace(escapes=functional.pad(closed.escapes, (0, max(1, escapes) - len(closed.escapes))))
 
 
 def _bytes(closed: Closed) -> int:

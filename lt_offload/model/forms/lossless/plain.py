@@ -21,6 +21,8 @@ PLANES = 3
 """Bits of a code."""
 ESCAPE = 7
 """The code of all exponents but the seven commonest."""
+Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Shape and dtype of each piece."""
 _STEP = 1 << 10
 """Blocks that are closed or opened at a time, so that what is computed between takes some tens of megabytes at most."""
 _INT32 = (1 << 31) - 1
@@ -47,16 +49,21 @@ def blocks_of(numbers: int) -> int:
     return -(-numbers // BLOCK)
 
 
+def layout(numbers: int, escapes: int) -> Layout:
+    """Return shapes and dtypes of the pieces of ``numbers`` with room for so many escapes."""
+    blocks = blocks_of(numbers)
+    return (
+        ((numbers,), torch.uint8),
+        ((blocks, PLANES, BLOCK // 8), torch.uint8),
+        ((blocks,), torch.int32),
+        ((max(1, escapes),), torch.uint8),
+        ((1 << PLANES,), torch.uint8),
+    )
+
+
 def allocate(like: Tensor, numbers: int, escapes: int) -> Closed:
     """Return pieces without values, where ``like`` is."""
-    blocks = blocks_of(numbers)
-    return Closed(
-        like.new_empty(numbers, dtype=torch.uint8),
-        like.new_empty((blocks, PLANES, BLOCK // 8), dtype=torch.uint8),
-        like.new_empty(blocks, dtype=torch.int32),
-        like.new_empty(max(1, escapes), dtype=torch.uint8),
-        like.new_empty(1 << PLANES, dtype=torch.uint8),
-    )
+    return Closed(*(like.new_empty(shape, dtype=dtype) for shape, dtype in layout(numbers, escapes)))
 
 
 def commonest(counts: Tensor) -> Tensor:

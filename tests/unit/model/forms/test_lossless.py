@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import os
 import shutil
 import subprocess
@@ -69,6 +68,10 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype is other.dtype and one.shape == other.shape and torch.equal(bits_of(one), bits_of(other))
 
 
+def layout_of(closed: Closed) -> plain.Layout:
+    return tuple((tuple(piece.shape), piece.dtype) for piece in closed)
+
+
 def weights(shape: tuple[int, ...], scale: float = 0.02) -> Tensor:
     return (torch.randn(shape) * scale).to(torch.bfloat16)
 
@@ -130,7 +133,7 @@ def test_shapes(shape: tuple[int, ...], compiled: host.Library) -> None:
     check(weight, compiled)
     closed = lossless.close(nn.Parameter(weight), larger=True)
     assert same(lossless.open_(closed, shape, torch.bfloat16), weight)
-    assert sum(piece.nbytes for piece in closed) == lossless.size(weight.numel(), len(closed.escapes))
+    assert layout_of(closed) == plain.layout(weight.numel(), len(closed.escapes))
 
 
 @pytest.mark.parametrize("name", ["none", "some", "whole blocks", "first and last", "one exponent", "zeros"])
@@ -267,8 +270,9 @@ def test_shapes_are_known_without_numbers(where: str) -> None:
     with FakeTensorMode() if where == "fake" else torch.device("meta"):
         weight = torch.empty(100, 3000, dtype=torch.bfloat16)
         closed = lossless.close(weight)
-        assert sum(piece.nbytes for piece in closed) == lossless.size(300_000)
-        assert 0.69 < lossless.size(300_000) / weight.nbytes < 0.72
+        assert layout_of(closed) == lossless.layout((100, 3000))
+        assert 0.70 < sum(piece.nbytes for piece in closed) / weight.nbytes < 0.71
+        assert layout_of(lossless.close(weight, room=0.06)) == lossless.layout((100, 3000), 0.06)
         opened = lossless.open_(closed, (100, 3000), torch.bfloat16, torch.empty_like(weight))
         directly = torch.empty(300_000, dtype=torch.int16)
         plain.open_(closed, directly)
@@ -290,12 +294,28 @@ def test_weights_that_would_not_shrink_are_refused() -> None:
         assert same(lossless.open_(lossless.close(weight, larger=True), weight.shape), weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int16])
-def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_are_opened_and_not_closed(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="is for bfloat16"):
         lossless.close(torch.ones(4096, dtype=dtype))
-    with pytest.raises(ValueError, match="opened as bfloat16, not as"):
-        lossless.open_(lossless.close(weights((4096,))), (4096,), dtype)
+    weight = weights((48, 100))
+    closed, out = lossless.close(weight), torch.empty(48, 100, dtype=dtype)
+    assert lossless.open_(closed, (48, 100), dtype, out) is out
+    assert torch.equal(out, weight.to(dtype))
+    assert torch.equal(lossless.open_(lossless.stack([closed]), (1, 48, 100), dtype)[0], out)
+
+
+def test_room_for_escapes_makes_the_layout_that_of_the_shape() -> None:
+    weight = weights((96, 500))
+    closed = lossless.close(weight, room=0.06)
+    assert layout_of(closed) == lossless.layout(weight.shape, 0.06)
+    assert sum(piece.nbytes for piece in closed) <= 0.73 * weight.nbytes
+    assert same(lossless.open_(closed, weight.shape), weight)
+    with pytest.raises(
+        ValueError, match=r"has [\d,]+ escapes in the lossless form and room for 480: leave it as it is"
+    ):
+        lossless.close(weight, room=0.01)
+    assert lossless.close(torch.zeros(64, 64, dtype=torch.bfloat16), room=0).escapes.tolist() == [0]
 
 
 def test_other_shapes_and_memory_are_refused() -> None:
@@ -373,9 +393,3 @@ def test_the_kernel_for_gpus_gives_the_same_bits() -> None:
     command = [sys.executable, "-c", IN_THE_INTERPRETER]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ran.stdout == "equal\n", ran.stderr
-
-
-def test_sizes() -> None:
-    """Eleven bits for each number, four bytes for each block, eight for the table, and the escapes."""
-    assert lossless.size(1 << 20, 1000) == (1 << 20) * 11 // 8 + 4 * 1024 + 8 + 1000
-    assert lossless.size(1 << 20) == lossless.size(1 << 20, math.ceil((1 << 20) * lossless.SHARE))
