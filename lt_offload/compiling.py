@@ -34,7 +34,7 @@ FLAGS = (
 )
 HERE = ("-march=native",)
 """Flags for this very processor."""
-WHEEL = {
+WHEEL: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": ("-mavx2", "-mfma", "-mf16c", "-mtune=haswell"),
         "avx512": ("-march=x86-64-v4", "-mtune=icelake-server"),

@@ -2,7 +2,8 @@
 
 The kernel comes with a wheel; elsewhere it is compiled for this processor when it is first needed, which takes a
 compiler and a few seconds once (:mod:`lt_offload.compiling`). It is used only if it gives the very numbers of torch's
-own kernel here; where it does not, or there is none, the log says why and :mod:`lt_offload.optim.plain` updates instead.
+own kernel here; where it does not, or there is none, the log says why and :mod:`lt_offload.optim.plain` updates
+instead.
 """
 
 from __future__ import annotations
