@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
-
 DEFAULT_RECIPE = "quickstart"
 """The recipe of verbs that need none to be named."""
 

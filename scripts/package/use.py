@@ -24,7 +24,7 @@ def main() -> int:
     kernel = native.kernel()
     assert kernel is not None, "there is no kernel; the log says why"
     assert (kernel.library.parent == place / "optim" / "built") == ("--compiled" not in sys.argv), kernel.library
-    print(f"kernel {kernel.library}, loaded in {time.perf_counter() - began:.1f} s")
+    print(f"kernel {kernel.library}, loaded in {time.perf_counter() - began:.1f} s", flush=True)
     command = str(Path(sys.executable).with_name("lt-finetune"))
     recipes = subprocess.run([command, "ls"], check=True, capture_output=True, text=True).stdout
     assert "quickstart" in recipes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import pynvml
 import torch
@@ -72,8 +72,8 @@ def verify(app: App, *, memory: str | None = None, steps: int = 8) -> int:
     on_gpu = torch.cuda.is_available() and app.trainer.strategy.root_device.type == "cuda"
     if on_gpu and app.model.lora is not None and app.model.adapter is None:
         raise ConfigError(
-            "model.lora: on a GPU new adapters of plain training begin with random numbers of the GPU, and ours with the "
-            "host's; verify with model.adapter=FOLDER, or a recipe without model.lora"
+            "model.lora: on a GPU new adapters of plain training begin with random numbers of the GPU, and ours with "
+            "those of the host; verify with model.adapter=FOLDER, or a recipe without model.lora"
         )
     budget = None if memory is None else parse_bytes(memory, setting="--memory")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
@@ -168,12 +168,13 @@ class Runs:
         }
         flags = [flag for flag in self.flags if not (plainly and flag.startswith(_STRATEGY))]
         flags += [*(f"--trainer.{key}={value}" for key, value in changed.items()), "--data.sample_prompt=null"]
+        flags += ["--model.warmup_steps=0"]  # updates that are worth comparing
         app = App(fit, self.recipe, self.files, [*flags, f"--trainer.callbacks={json.dumps(callbacks)}", *strategy])
-        kept = Kept()
-        app.trainer.callbacks.insert(0, kept)  # before those that write checkpoints
+        kept, trainer = Kept(), cast(Any, app.trainer)
+        trainer.callbacks.insert(0, kept)  # before those that write checkpoints
         app.run_dir.mkdir(parents=True, exist_ok=True)
         with _fresh_memory():
-            app.trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True)
+            trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True)
             metrics, seconds = app.summary.metrics, app.summary.clock.steps
             tokens = round(metrics.tokens / max(1, len(seconds)))
         return Trained(kept=kept, tokens=tokens, tokens_per_s=tokens / median(seconds[2:] or seconds))

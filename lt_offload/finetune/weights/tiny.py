@@ -34,7 +34,8 @@ def save_byte_tokenizer(folder: Path, *, chat_template: str | None = None) -> Pa
     inner = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, **special)  # type: ignore[no-untyped-call]
     if chat_template is not None:
         fast.chat_template = chat_template
     fast.save_pretrained(folder)
