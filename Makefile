@@ -4,6 +4,9 @@
 # make full         run all tests with every row of every grid (half an hour)
 # make recompute    the tests of exactness with plans that recompute every block, of which make test takes a sample
 # make newest       a few of the tests with the newest version of every dependency that pyproject.toml allows, in .venv/newest
+# make oldest       the same with the oldest of every dependency, in .venv/oldest
+# make wheel        build a wheel with compiled kernels for this kind of processor, and an sdist, into dist
+# make installed    install both in an empty environment outside of the clone, and use them; the wheel without a compiler
 # make lint         check style and types
 # make docs         build the documentation into .venv/site, warnings are errors
 # make bench        what the engine costs on the emulated device, against plain Lightning (two minutes)
@@ -22,8 +25,10 @@ ALL_CORES := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 NEWEST := .venv/newest/bin/python
+OLDEST := .venv/oldest/bin/python
+BUILD := .venv/build/bin/python
 # A plan, a fit, runs of lt-finetune, reports, and what each dependency is used for.
-NEWEST_TESTS := \
+FEW_TESTS := \
   tests/unit/planners/test_offmate.py::test_nothing_is_printed_while_programs_are_solved \
   tests/unit/plan/test_solve.py::test_the_largest_fixture_is_near_its_bound \
   tests/unit/profiling/test_hardware.py tests/unit/schema tests/unit/report/test_run_page.py \
@@ -34,7 +39,7 @@ NEWEST_TESTS := \
 # Compiled modules are kept, whatever the environment says: the tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test full recompute fake newest gpu-fake lint docs bench papers gpu gpu-there clean
+.PHONY: quickstart test full recompute fake newest oldest wheel installed gpu-fake lint docs bench papers gpu gpu-there clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/quickstart.done
@@ -61,7 +66,25 @@ newest: | $(NEWEST)
 	$(NEWEST) -m pip --disable-pip-version-check install --quiet --upgrade --upgrade-strategy eager \
 	  --constraint .venv/newest/torch.txt --editable '.[lora,bnb,quickstart]' pytest pytest-xdist hypothesis
 	$(NEWEST) -m pip check
-	OMP_NUM_THREADS=1 $(NEWEST) -m pytest $(ALL_CORES) $(NEWEST_TESTS)
+	OMP_NUM_THREADS=1 $(NEWEST) -m pytest $(ALL_CORES) $(FEW_TESTS)
+
+# Pip has no way to ask for them, uv has. Of PyTorch there is the one of constraints.txt here, too.
+oldest: | $(OLDEST)
+	@echo '== Installing the oldest version of every dependency (a minute)'
+	$(OLDEST) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch uv
+	$(OLDEST) -m pip freeze | grep '^torch==' >.venv/oldest/torch.txt
+	$(OLDEST) -m uv pip install --python $(OLDEST) --quiet --resolution lowest-direct --only-binary :all: \
+	  --constraint .venv/oldest/torch.txt --editable '.[lora,bnb,quickstart]' 'pytest>=9' 'pytest-xdist>=3.8' 'hypothesis>=6.150'
+	$(OLDEST) -m pip check
+	OMP_NUM_THREADS=1 $(OLDEST) -m pytest $(ALL_CORES) $(FEW_TESTS)
+
+wheel: | $(BUILD)
+	rm -rf dist
+	$(BUILD) -m pip --disable-pip-version-check install --quiet --upgrade hatchling
+	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BUILD) -m hatchling build
+
+installed: wheel
+	$(BUILD) -m scripts.package
 
 lint: .venv/dev.done
 	$(BIN)/ruff check .
@@ -95,8 +118,8 @@ clean:
 	@echo '== Making a virtual environment in .venv'
 	$(PYTHON) -m venv .venv
 
-$(NEWEST):
-	$(PYTHON) -m venv .venv/newest
+$(NEWEST) $(OLDEST) $(BUILD):
+	$(PYTHON) -m venv $(@:/bin/python=)
 
 # PyTorch first and alone: the largest part, and everything else must fit the version that is there.
 .venv/torch.done: constraints.txt | .venv/bin/python

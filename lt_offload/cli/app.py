@@ -72,6 +72,7 @@ class App(LightningCLI):
     def __init__(self, verb: Callable[..., int], recipe: Path, files: Sequence[Path], args: Sequence[str]) -> None:
         self.verb = verb
         self.recipe = recipe
+        self.files, self.args = files, args
         # Read before parsing: after it, nothing tells a flag from a setting of the recipe.
         self._names_data = any(arg.startswith("--data.path") for arg in args)
         self._names_root = any(arg.startswith("--trainer.default_root_dir") for arg in args)

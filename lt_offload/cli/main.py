@@ -15,7 +15,7 @@ from lt_offload.cli import recipes
 from lt_offload.cli.static import pages
 from lt_offload.cli.static.completion import ASKED, OPTIONS, answer
 from lt_offload.cli.static.settings import check, parse, values
-from lt_offload.cli.table import VERBS, Verb, imported
+from lt_offload.cli.table import DEFAULT_RECIPE, VERBS, Verb, imported
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.finetune import processes
 from lt_offload.finetune.terminal import clear, keeping_quiet, status, wrapped
@@ -75,6 +75,8 @@ def _dispatch(args: list[str]) -> int:
 
 def _with_recipe(verb: Verb, args: list[str]) -> int:
     """Carry out a verb that needs a recipe, or explain its settings."""
+    if verb.default and (not args or args[0].startswith("-")):
+        args = [DEFAULT_RECIPE, *args]
     explained = [arg[2:].removesuffix(".help") for arg in args if arg.startswith("--") and arg.endswith(".help")]
     if not args or args[0].startswith("-"):
         if explained:

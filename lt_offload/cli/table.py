@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
+DEFAULT_RECIPE = "quickstart"
+"""The recipe of verbs that need none to be named."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verb:
@@ -22,6 +25,8 @@ class Verb:
     name: str
     recipe: bool = True
     """True if its first word is a recipe; the verb then needs the settings, and with them Lightning."""
+    default: bool = False
+    """True if :data:`DEFAULT_RECIPE` stands for a recipe that is not named."""
     module: str = ""
     """The module below ``lt_offload.cli``; empty: its own file in ``verbs``."""
 
@@ -54,6 +59,7 @@ VERBS = {
         Verb("validate", module="verbs.fit"),
         Verb("generate", module="verbs.chat"),
         *map(Verb, ("chat", "export", "check")),
+        Verb("verify", default=True),
         Verb("new", recipe=False),
         Verb("ls", recipe=False, module="verbs.files"),
         Verb("cp", recipe=False, module="verbs.files"),

@@ -1,25 +1,19 @@
 """The compiled kernel updates weights of any dtype on the host by AdamW in one pass over memory.
 
-The kernel is compiled for this processor when it is first needed, which takes a compiler and a few seconds once, and
-kept in the user's cache, where nobody else may write. It is used only if it gives the very numbers of torch's own
-kernel here; where it does not, or cannot be built, the log says why and :mod:`lt_offload.optim.plain` updates instead.
+The kernel comes with a wheel; elsewhere it is compiled for this processor when it is first needed, which takes a
+compiler and a few seconds once (:mod:`lt_offload.compiling`). It is used only if it gives the very numbers of torch's
+own kernel here; where it does not, or there is none, the log says why and :mod:`lt_offload.optim.plain` updates
+instead.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
-import hashlib
 import itertools
 import logging
 import math
-import os
-import platform
-import shutil
-import stat
 import subprocess
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -33,22 +27,13 @@ import torch
 from torch import Tensor
 
 from lt_offload.compat.torch import LIBRARY
+from lt_offload.compiling import build, load, shipped
 from lt_offload.optim import blockwise, plain
 from lt_offload.optim.plain import Entry, Options, converted, tail
-from lt_offload.replacing import replacing
-from lt_offload.resources import user_cache
 
 _log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("adamw.cpp")
-_HEADERS = _SOURCE.parent
-_FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
-    # Off: the source says itself where a product and a sum are one instruction, as in torch's kernel; more of them
-    # would give other last bits. The other two let the loop be vectorised and change no number.
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-)
-_BUILD_SECONDS = 120
 _CACHE_LINE = 64
 """Bytes: torch's fused kernel rounds what is left over after the last whole one in another way."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -108,7 +93,8 @@ class Kernel:
     """The compiled kernel."""
 
     def __init__(self, library: Path) -> None:
-        self._run = ctypes.CDLL(str(library)).lt_offload_adamw  # lets go of the interpreter lock while it runs
+        self.library = library
+        self._run = load(library, Path(torch.__file__).parent).lt_offload_adamw  # lets go of the interpreter lock
         self._run.restype = None
         self._run.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4, *[ctypes.c_int] * 4]
         self._maps = _Maps(*(_Map.of(blockwise.ladder(signed)) for signed in (True, False)))
@@ -312,7 +298,7 @@ _library.impl("adamw_", _adamw, "CPU")  # type: ignore[no-untyped-call]
 def kernel() -> Kernel | None:
     """Return the kernel, None if there is none on this machine; the log says why, once."""
     try:
-        compiled = Kernel(build())
+        compiled = _loaded()
     except (OSError, subprocess.SubprocessError) as error:
         lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line]
         reason = lines[0].strip() if lines else str(error)
@@ -324,60 +310,15 @@ def kernel() -> Kernel | None:
     return None
 
 
-def build(folder: Path | None = None, source: Path | None = None) -> Path:
-    """Compile the kernel of AdamW, or another ``source``, unless it is in the cache or ``folder``; return its file."""
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-    if compiler is None:
-        raise FileNotFoundError("there is no C++ compiler here (install g++)")
-    source = source or _SOURCE
-    # The name says what the file was made from and for, so that a file that is there is never out of date.
-    library = _private(folder or user_cache("kernels")) / f"{source.stem}-{_identity(compiler, source)}.so"
-    if library.is_file() and _only_mine(library):
-        return library
-    began = time.perf_counter()
-    # Several processes may compile at once: each puts a whole file in place, and any of them will do.
-    with replacing(library) as new:
-        command = [*compiler.split(), *_FLAGS, f"-I{_HEADERS}", str(source), "-o", str(new)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
-        new.chmod(0o700)
-    _log.info("compiled %s in %.1f s: %s", source.name, time.perf_counter() - began, library)
-    return library
-
-
-def _private(folder: Path) -> Path:
-    """Return ``folder``, closed to others, or one of this process alone if it is not the user's: code is kept there."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # It may have been there before, and open to others.
-    if folder.stat().st_uid == os.geteuid():
-        folder.chmod(0o700)
-    if _only_mine(folder):
-        return folder
-    own = Path(tempfile.mkdtemp(prefix="lt_offload-"))
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
-    _log.warning("others may write to %s, so kernels are compiled anew for this process; remove that folder", folder)
-    return own
-
-
-def _only_mine(path: Path) -> bool:
-    """Return whether nobody but the user may have written to ``path``."""
-    seen = path.stat()
-    return seen.st_uid == os.geteuid() and not seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _identity(compiler: str, source: Path) -> str:
-    """Return what distinguishes libraries: a home folder may serve machines with different processors."""
-    version = subprocess.run([*compiler.split(), "--version"], check=True, capture_output=True, timeout=_BUILD_SECONDS)
-    processor = [platform.machine(), platform.processor()]
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor += sorted(
-            {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
-        )
-    except OSError:
-        pass
-    headers = [header.read_bytes() for header in sorted(_HEADERS.glob("*.h"))]
-    parts = [source.read_bytes(), *headers, " ".join(_FLAGS).encode(), version.stdout, "\n".join(processor).encode()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+def _loaded() -> Kernel:
+    """Return the kernel of the wheel that is installed, or one that is compiled here."""
+    library = shipped(_SOURCE, torch.backends.cpu.get_cpu_capability())
+    if library.is_file():
+        try:
+            return Kernel(library)
+        except OSError as error:
+            _log.info("%s cannot be loaded and is compiled anew: %s", library, error)
+    return Kernel(build(_SOURCE))
 
 
 def agrees(compiled: Kernel) -> bool:

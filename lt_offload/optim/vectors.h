@@ -1,7 +1,7 @@
 // Vectors of fp32 numbers: arithmetic with the roundings that IEEE 754 says, and numbers as they are stored.
 //
 // Written with the vectors of GCC and Clang, which all processors have. What compilers do not find by themselves is
-// said for AVX-512 and AVX2, and in loops over the lanes for all others; every way gives the same bits.
+// said for AVX-512, AVX2 and NEON, and in loops over the lanes for all others; every way gives the same bits.
 
 #pragma once
 
@@ -11,6 +11,8 @@
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace vectors {
@@ -65,6 +67,19 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 inline Floats root(Floats a) { return bits<Floats>(_mm256_sqrt_ps(bits<__m256>(a))); }
 inline Floats within(Floats value, Floats least, Floats most) {
     return bits<Floats>(_mm256_min_ps(_mm256_max_ps(bits<__m256>(value), bits<__m256>(least)), bits<__m256>(most)));
+}
+#elif defined(__aarch64__)
+inline Floats fma(Floats a, Floats b, Floats c) {
+    const auto x = bits<float32x4x2_t>(a), y = bits<float32x4x2_t>(b), z = bits<float32x4x2_t>(c);
+    return bits<Floats>(float32x4x2_t{{vfmaq_f32(z.val[0], x.val[0], y.val[0]), vfmaq_f32(z.val[1], x.val[1], y.val[1])}});
+}
+inline Floats root(Floats a) {
+    const auto x = bits<float32x4x2_t>(a);
+    return bits<Floats>(float32x4x2_t{{vsqrtq_f32(x.val[0]), vsqrtq_f32(x.val[1])}});
+}
+inline Floats within(Floats value, Floats least, Floats most) {
+    const Floats enough = value > least ? value : least;
+    return enough < most ? enough : most;
 }
 #else
 inline Floats fma(Floats a, Floats b, Floats c) {
@@ -185,6 +200,15 @@ struct Half {
 #elif defined(__AVX2__) && defined(__F16C__)
     static Floats wide(Halves from) { return bits<Floats>(_mm256_cvtph_ps(bits<__m128i>(from))); }
     static Halves narrow(Floats from) { return bits<Halves>(_mm256_cvtps_ph(bits<__m256>(from), 0)); }
+#elif defined(__aarch64__)
+    static Floats wide(Halves from) {
+        const auto halves = bits<float16x8_t>(from);
+        return bits<Floats>(float32x4x2_t{{vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)}});
+    }
+    static Halves narrow(Floats from) {
+        const auto two = bits<float32x4x2_t>(from);
+        return bits<Halves>(vcvt_high_f16_f32(vcvt_f16_f32(two.val[0]), two.val[1]));
+    }
 #else
     static Floats wide(Halves from) {
         Floats to;

@@ -183,13 +183,13 @@ def memory_cases(t: Tensors) -> Iterator[Case]:
     """Yield what memory allows."""
     import torch
 
-    from lt_offload.optim import native
+    from lt_offload import compiling
 
     yield Case(name="copy", scheme="copy", run=lambda: t.weight.copy_(t.grad), bytes_per_weight=8)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "memory.cpp"
         source.write_text(MEMORY_PASSES, encoding="utf-8")
-        library = ctypes.CDLL(str(native.build(Path(folder), source)))
+        library = ctypes.CDLL(str(compiling.build(source, Path(folder))))
     count = ctypes.c_int64(t.weight.numel())
 
     def passes(name: str, *tensors: Any) -> Callable[[], None]:

@@ -115,7 +115,8 @@ def of_verb(verb: Verb) -> str:
     parts = [replace(entry, about=_plain(entry.about)) for entry in entries(function)]
     words, flags = ([one for one in parts if one.is_flag is kind] for kind in (False, True))
     if verb.recipe:
-        call = f"{'' if verb.name == 'fit' else verb.name + ' '}RECIPE [--key value ...]"
+        recipe = "[RECIPE]" if verb.default else "RECIPE"
+        call = f"{'' if verb.name == 'fit' else verb.name + ' '}{recipe} [--key value ...]"
     else:
         called = [f"{word.name} ..." if word.takes == "..." else word.name for word in words]
         call = " ".join([verb.name, *called, *(f"[{f'{flag.name} {flag.takes}'.strip()}]" for flag in flags)])

@@ -13,41 +13,19 @@ CHAT_TEMPLATE = (
 
 def tokenizer(folder: Path, *, chat: bool = False) -> Path:
     """Save a tokenizer whose tokens are bytes into ``folder``."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from lt_offload.finetune.weights.tiny import save_byte_tokenizer
 
-    vocab = {
-        symbol: index
-        for index, symbol in enumerate(["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
-    }
-    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    if chat:
-        fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-    return folder
+    return save_byte_tokenizer(folder, chat_template=CHAT_TEMPLATE if chat else None)
 
 
 def model(folder: Path, *, chat: bool = False, **overrides: Any) -> Path:
     """Save a random model and its tokenizer into ``folder``."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from lt_offload.finetune.weights.tiny import save_tiny
 
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "vocab_size": 259,
+    settings = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "max_position_embeddings": 128,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
-    LlamaForCausalLM(LlamaConfig(**settings | overrides)).save_pretrained(folder)
-    return tokenizer(folder, chat=chat)
+    return save_tiny(folder, chat_template=CHAT_TEMPLATE if chat else None, **settings | overrides)

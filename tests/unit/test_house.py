@@ -23,7 +23,7 @@ PACKAGE = "lt_offload"
 LAYERS = (
     ("errors",),
     ("units", "resources", "suggest", "nested", "replacing", "yaml_files", "compat"),
-    ("schema",),
+    ("schema", "compiling"),
     ("machine", "optim", "distributed"),
     ("model",),
     ("limits",),

@@ -174,3 +174,12 @@ def test_memory_of_a_stock_run_counts_the_context(recipe: str, target: Target) -
     context = total - free - torch.cuda.memory_reserved(target.torch_device)
     states = 4 * sum(value.nbytes for value in FineTune("model").build().state_dict().values())
     assert max(peaks) * 1e9 > context + states
+
+
+def test_plain_training_and_ours_are_verified_to_be_equal(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a quarter of the memory, or in the least that a plan needs beside CUDA's context."""
+    capsys.readouterr()
+    assert main(["verify", recipe, "--steps", "4"]) == 0
+    posted = capsys.readouterr().out.splitlines()[-1]
+    assert posted.startswith("EQUAL bit for bit: model, 4 steps of ")
+    assert "(driver " in posted

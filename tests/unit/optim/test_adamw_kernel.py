@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lt_offload import compiling
 from lt_offload.optim import native, plain
 from lt_offload.optim.plain import Entry, Options, converted, piece, with_moments
 
@@ -224,7 +225,7 @@ def test_kernels_that_others_could_have_written_are_compiled_again(
     folder.chmod(0o777)
 
     def build() -> Path:
-        return native.build(folder, tmp_path / "tiny.cpp")
+        return compiling.build(tmp_path / "tiny.cpp", folder)
 
     library = build()
     right = library.read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lt_offload import compiling
 from lt_offload.execute.updates.optimizer import functional_update
 from lt_offload.optim import native, plain, torch_adam
 from lt_offload.optim.plain import Entry, Options, converted
@@ -146,19 +148,28 @@ def test_slices_that_are_not_aligned(kernel: native.Kernel, dtype: torch.dtype, 
         assert both(kernel, Entry(tensors[0], tensors[1], None, tensors[2], tensors[3].abs_(), step), how)
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Libraries of a wheel for machines like this one, and one of a processor without any of these instructions."""
+    if platform.machine() not in compiling.WHEEL:
+        pytest.skip(f"no wheel for {platform.machine()}")
+    folder = tmp_path_factory.mktemp("wheel") / "built"
+    folder.mkdir()
+    others = compiling.build(native._SOURCE, folder, ["-march=x86-64-v2"]) if platform.machine() == "x86_64" else None
+    return [*compiling.build_for_wheel(native._SOURCE, folder), *filter(None, [others])]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["x86-64-v2", "x86-64-v3", "x86-64-v4"])
-def test_every_set_of_instructions_gives_the_same_bits(
-    kernel: native.Kernel, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that this processor has: lanes in a loop, AVX2, AVX-512, with divisions and without."""
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    needs = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}[level]
-    if needs not in flags:
-        pytest.skip(f"no {needs} here")
-    others = tuple(flag for flag in native._FLAGS if not flag.startswith("-march"))
-    monkeypatch.setattr(native, "_FLAGS", (*others, f"-march={level}", "-Wno-psabi"))
-    other = native.Kernel(native.build(tmp_path))
+def test_every_library_of_a_wheel_gives_the_same_bits(wheel: list[Path]) -> None:
+    """Those that this processor runs: lanes in a loop, AVX2, AVX-512, with divisions and without."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    usable = [library for library in wheel if "avx512" not in library.name or capability == "AVX512"]
+    assert compiling.shipped(wheel[0].parent.with_name("adamw.cpp"), capability) in usable
+    for library in usable:
+        same_bits(native.Kernel(library))
+
+
+def same_bits(other: native.Kernel) -> None:
     for other.corrects in (False, True):
         assert native.agrees(other)
         for dtype, each in itertools.product(LOW, (False, True)):
