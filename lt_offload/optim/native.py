@@ -16,11 +16,11 @@ import math
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from lt_offload.optim import blockwise, plain
 from lt_offload.optim.plain import Entry, Options, converted, tail
 
 _log = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
 
 _SOURCE = Path(__file__).with_name("adamw.cpp")
 _CACHE_LINE = 64
@@ -298,7 +300,7 @@ _library.impl("adamw_", _adamw, "CPU")  # type: ignore[no-untyped-call]
 def kernel() -> Kernel | None:
     """Return the kernel, None if there is none on this machine; the log says why, once."""
     try:
-        compiled = _loaded()
+        compiled = loaded(_SOURCE, Kernel)
     except (OSError, subprocess.SubprocessError) as error:
         lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line]
         reason = lines[0].strip() if lines else str(error)
@@ -310,15 +312,15 @@ def kernel() -> Kernel | None:
     return None
 
 
-def _loaded() -> Kernel:
-    """Return the kernel of the wheel that is installed, or one that is compiled here."""
-    library = shipped(_SOURCE, torch.backends.cpu.get_cpu_capability())
+def loaded(source: Path, make: Callable[[Path], Made]) -> Made:
+    """Return what ``make`` makes of the library of ``source``: that of the wheel, or one that is compiled here."""
+    library = shipped(source, torch.backends.cpu.get_cpu_capability())
     if library.is_file():
         try:
-            return Kernel(library)
+            return make(library)
         except OSError as error:
             _log.info("%s cannot be loaded and is compiled anew: %s", library, error)
-    return Kernel(build(_SOURCE))
+    return make(build(source))
 
 
 def agrees(compiled: Kernel) -> bool:

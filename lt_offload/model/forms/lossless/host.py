@@ -1,7 +1,8 @@
 """Compiled code closes and opens the lossless form on the host.
 
-It is compiled as :mod:`lt_offload.optim.native` compiles, when a weight is first closed or opened, and used only if it
-writes the very bits of :mod:`.plain` here. Where it cannot be built the log says why, and ``plain`` does its work.
+It comes with a wheel, or is compiled when a weight is first closed or opened (:mod:`lt_offload.compiling`), and used
+only if it writes the very bits of :mod:`.plain` here. Where it cannot be built the log says why, and ``plain`` does its
+work.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lt_offload.compiling import load
 from lt_offload.model.forms.lossless import plain
 from lt_offload.model.forms.lossless.plain import ESCAPE, Closed
 from lt_offload.optim import native
@@ -28,7 +30,7 @@ class Library:
     """The compiled code."""
 
     def __init__(self, file: Path) -> None:
-        library = ctypes.CDLL(str(file))  # lets go of the interpreter lock while it runs
+        library = load(file, Path(torch.__file__).parent)  # lets go of the interpreter lock while it runs
         self._functions = {}
         for name, arrays in (("count", 2), ("close", 5), ("escapes", 4), ("open", 6)):
             function = self._functions[name] = getattr(library, f"lt_offload_lossless_{name}")
@@ -62,7 +64,7 @@ class Library:
 def library() -> Library | None:
     """Return the compiled code, None if there is none on this machine; the log says why, once."""
     try:
-        compiled = Library(native.build(source=SOURCE))
+        compiled = native.loaded(SOURCE, Library)
     except (OSError, subprocess.SubprocessError) as error:
         lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line]
         reason = lines[0].strip() if lines else str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lt_offload import compiling
 from lt_offload.model.forms import lossless
 from lt_offload.model.forms.lossless import Closed, host, plain
 from lt_offload.optim import native
@@ -157,16 +159,26 @@ def test_any_numbers(compiled: host.Library, numbers: int, exponents: list[int],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_set_of_instructions_gives_the_same_bits(
-    level: str, compiled: host.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_set_of_instructions_gives_the_same_bits(level: str, compiled: host.Library, tmp_path: Path) -> None:
     """Those that this processor has: words, AVX2, AVX-512, and AVX-512 that spreads bytes."""
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     if LEVELS[level] not in flags:
         pytest.skip(f"no {LEVELS[level]} here")
-    others = tuple(flag for flag in native._FLAGS if not flag.startswith("-march"))
-    monkeypatch.setattr(native, "_FLAGS", (*others, f"-march={level}", "-Wno-psabi"))
-    library = host.Library(native.build(tmp_path, host.SOURCE))
+    same_bits(host.Library(compiling.build(host.SOURCE, tmp_path, [f"-march={level}"])))
+
+
+@pytest.mark.slow
+def test_every_library_of_a_wheel_gives_the_same_bits(tmp_path: Path) -> None:
+    if platform.machine() not in compiling.WHEEL:
+        pytest.skip(f"no wheel for {platform.machine()}")
+    folder = tmp_path / "built"
+    folder.mkdir()
+    for library in compiling.build_for_wheel(host.SOURCE, folder):
+        if "avx512" not in library.name or torch.backends.cpu.get_cpu_capability() == "AVX512":
+            same_bits(host.Library(library))
+
+
+def same_bits(library: host.Library) -> None:
     assert host.agrees(library)
     for weight in (torch.cat([every_pattern(), weights((200_003,))]), *map(weights, SHAPES[:-1]), *escaping().values()):
         check(weight, library)
@@ -364,7 +376,7 @@ def test_code_that_opens_can_be_compiled() -> None:
 def test_without_a_compiler_torch_opens(
     fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(**_: object) -> Path:
+    def fail(*_: object) -> Path:
         raise FileNotFoundError("there is no C++ compiler here")
 
     monkeypatch.setattr(native, "build", fail)
