@@ -82,6 +82,15 @@ class NF4(Form):
         return ((packed,), torch.uint8), ((blocks,), torch.uint8), ((nested,), torch.uint8)
 
 
+def check_scales(state: Any) -> None:
+    """Raise ``ConfigError`` if the scales of a ``QuantState`` are coded in another way than bitsandbytes does."""
+    if state.nested and not torch.equal(state.state2.code.cpu(), _map_of_scales(torch.device("cpu"))):
+        raise ConfigError(
+            "model.quantize=nf4: the model is stored in 4 bits whose scales have a code of their own; give the model "
+            "that it was made of"
+        )
+
+
 def _map_of_scales(device: torch.device) -> Tensor:
     created: Tensor = bitsandbytes().functional.create_dynamic_map()
     return created.to(device)

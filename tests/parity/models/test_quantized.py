@@ -1,4 +1,4 @@
-"""Layers of four bits under adapters train exactly as in plain PyTorch, wherever their weights are."""
+"""Adapters on stored weights train exactly as in plain PyTorch, wherever their weights are."""
 
 from __future__ import annotations
 
@@ -35,7 +35,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropout": {"lora_dropout": 0.3},
     "bias": {"family": "phi", "dropout": 0.1},
     "uneven": {"intermediate_size": 96},
+    "int8": {"form": "int8", "dtype": torch.bfloat16},
+    "fp8": {"form": "fp8"},
+    "mxfp4": {"form": "mxfp4", "dtype": torch.bfloat16},
+    "bitsandbytes": {"loaded": True},
+    "gpt_oss": {"family": "gpt_oss", "form": "mxfp4", "targets": quantized.TARGETS, "dtype": torch.bfloat16},
+    "qwen3_moe": {"family": "qwen3_moe", "targets": quantized.TARGETS},
+    "mixtral": {"family": "mixtral", "form": "int8", "targets": quantized.TARGETS[:1]},
+    "olmoe": {"family": "olmoe", "form": "fp8"},
 }
+PIECES = {"bias": 6 * 3, "uneven": 7 * 3, "int8": 7, "fp8": 7 * 2, "mxfp4": 7 * 2, "bitsandbytes": 7 * 2}
+PIECES |= {"gpt_oss": 6 * 2, "qwen3_moe": 6 * 3, "mixtral": 6, "olmoe": 6 * 2}
+"""Tensors of bytes in a layer."""
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -51,7 +62,7 @@ def test_equals_plain_pytorch(kind: str, budget: str) -> None:
     trial = TRIALS[kind]
     plan = trial.planned(budget)
     packed = {i for i, tensor in enumerate(trial.profile.tensors) if tensor.dtype == "uint8"}
-    assert len(packed) == {"bias": 2 * 6 * 2, "uneven": 2 * 6 * 2}.get(kind, 2 * 7 * 2)
+    assert len(packed) == 2 * PIECES.get(kind, 7 * 3)
     fetched = {t for op in plan.ops if op.kind == "prefetch" for t in plan.tensors(op)}
     if budget != "middle":
         assert bool(packed & fetched) == (budget != "resident")
@@ -62,7 +73,12 @@ def test_equals_plain_pytorch(kind: str, budget: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "option"), [("float32", "keep"), ("bias", "recompute"), ("bfloat16", "offload"), ("dropout", "mixed")]
+    ("kind", "option"),
+    [
+        *(("float32", "keep"), ("bias", "recompute"), ("bfloat16", "offload"), ("dropout", "mixed")),
+        *(("qwen3_moe", "keep"), ("gpt_oss", "recompute"), ("mixtral", "offload"), ("olmoe", "mixed"), ("mxfp4", "mixed")),
+        ("bitsandbytes", "mixed"),
+    ],
 )
 def test_every_option_with_weights_that_leave_and_come_back_elsewhere(kind: str, option: str) -> None:
     model = TRIALS[kind].model()
