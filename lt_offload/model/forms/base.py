@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -56,18 +57,26 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-_tables: dict[tuple[Callable[[torch.device], Tensor], torch.device], Tensor] = {}
-
-
-def constant(make: Callable[[torch.device], Tensor], beside: Tensor) -> Tensor:
-    """Return the small table that ``make`` returns for a device, on the device of ``beside``; it is made once.
+@dataclass(frozen=True)
+class Table:
+    """A small table that opening reads, on the device of what is opened; each is made once.
 
     Making it is no operation of the block that opens a weight: no account of memory and no count of work has it.
     """
-    if is_fake(beside) or beside.is_meta:
-        return make(beside.device)
-    key = make, beside.device
-    if key not in _tables:
-        with DisableTorchDispatch(), torch.inference_mode(False):
-            _tables[key] = make(beside.device)
-    return _tables[key]
+
+    make: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    def beside(self, tensor: Tensor) -> Tensor:
+        """Return the table on the device of ``tensor``."""
+        if is_fake(tensor) or tensor.is_meta:
+            return tensor.new_empty(self.shape, dtype=self.dtype)
+        key = self, tensor.device
+        if key not in _tables:
+            with DisableTorchDispatch(), torch.inference_mode(False):
+                _tables[key] = self.make().to(tensor.device)
+        return _tables[key]
+
+
+_tables: dict[tuple[Table, torch.device], Tensor] = {}

@@ -6,13 +6,14 @@ The layout is that of gpt-oss: blocks of 16 bytes, the number with the even plac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lt_offload.model.forms.base import Form, Layout, Pieces, constant
+from lt_offload.model.forms.base import Form, Layout, Pieces, Table
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -48,7 +49,7 @@ class MXFP4(Form):
     @override
     def open(self, pieces: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         packed, exponents = pieces
-        pairs = constant(_PAIRS[dtype], packed)
+        pairs = _PAIRS[dtype].beside(packed)
         out = pairs.index_select(0, packed.reshape(-1).int()).view(*exponents.shape, BLOCK)
         # The bits of a power of two in float32; the smallest one is a subnormal number.
         power = torch.where(exponents == 0, 1 << 22, exponents.int() << 23).view(torch.float32)
@@ -64,14 +65,12 @@ class MXFP4(Form):
         return f"rows of no multiple of {BLOCK} numbers" if shape[-1] % BLOCK else ""
 
 
-def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _pairs(dtype: torch.dtype) -> Tensor:
     """Return the two numbers of each byte."""
-    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=dtype, device=device)
+    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=dtype)
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)
 
 
-def _of(dtype: torch.dtype) -> object:
-    return lambda device: _pairs(dtype, device)
-
-
-_PAIRS = {dtype: _of(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_PAIRS = {
+    dtype: Table(partial(_pairs, dtype), (256, 2), dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lt_offload.errors import ConfigError
-from lt_offload.model.forms.base import Form, Layout, Pieces, as_bytes, constant
+from lt_offload.model.forms.base import Form, Layout, Pieces, Table, as_bytes
 
 
 def bitsandbytes() -> Any:
@@ -64,7 +64,7 @@ class NF4(Form):
         packed, absmax, *nested = pieces
         if nested:
             offset, scales = nested[0].view(torch.float32).split([1, nested[0].shape[-1] // 4 - 1])
-            code = constant(_map_of_scales, absmax)
+            code = _CODE_OF_SCALES.beside(absmax)
             absmax = operations.dequantize_blockwise.default(absmax, scales, code, self.scales, torch.float32)
             absmax += offset
         else:
@@ -84,13 +84,16 @@ class NF4(Form):
 
 def check_scales(state: Any) -> None:
     """Raise ``ConfigError`` if the scales of a ``QuantState`` are coded in another way than bitsandbytes does."""
-    if state.nested and not torch.equal(state.state2.code.cpu(), _map_of_scales(torch.device("cpu"))):
+    if state.nested and not torch.equal(state.state2.code.cpu(), _code_of_scales()):
         raise ConfigError(
             "model.quantize=nf4: the model is stored in 4 bits whose scales have a code of their own; give the model "
             "that it was made of"
         )
 
 
-def _map_of_scales(device: torch.device) -> Tensor:
+def _code_of_scales() -> Tensor:
     created: Tensor = bitsandbytes().functional.create_dynamic_map()
-    return created.to(device)
+    return created
+
+
+_CODE_OF_SCALES = Table(_code_of_scales, (256,))

@@ -57,7 +57,9 @@ def of_bitsandbytes(*, dtype: torch.dtype = torch.float32) -> nn.Module:
     for name, layer in [*model.model.named_modules()]:
         if isinstance(layer, nn.Linear):
             with torch.device("meta"):
-                new = bnb.nn.Linear4bit(layer.in_features, layer.out_features, False, compute_dtype=dtype, quant_type="nf4")
+                new = bnb.nn.Linear4bit(
+                    layer.in_features, layer.out_features, False, compute_dtype=dtype, quant_type="nf4"
+                )
             weight = bnb.nn.Params4bit(layer.weight.detach(), requires_grad=False, quant_type="nf4", module=new)
             new.weight = weight.to("cpu")
             new.quant_state = new.weight.quant_state

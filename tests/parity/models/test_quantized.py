@@ -76,7 +76,13 @@ def test_equals_plain_pytorch(kind: str, budget: str) -> None:
     ("kind", "option"),
     [
         *(("float32", "keep"), ("bias", "recompute"), ("bfloat16", "offload"), ("dropout", "mixed")),
-        *(("qwen3_moe", "keep"), ("gpt_oss", "recompute"), ("mixtral", "offload"), ("olmoe", "mixed"), ("mxfp4", "mixed")),
+        *(
+            ("qwen3_moe", "keep"),
+            ("gpt_oss", "recompute"),
+            ("mixtral", "offload"),
+            ("olmoe", "mixed"),
+            ("mxfp4", "mixed"),
+        ),
         ("bitsandbytes", "mixed"),
     ],
 )

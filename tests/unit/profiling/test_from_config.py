@@ -198,7 +198,7 @@ def test_optimizers(optimizer: Any, ratio: float | None) -> None:
         ({"optimizer": "lion"}, "optimizer='lion' is not known by name; known are adamw, adamw8bit, adam, sgd"),
         ({"config": "gpt-17"}, "config='gpt-17' is no file.*smollm2-135m"),
         ({"quantize": "nf4"}, "needs lora"),
-        ({"quantize": "int8", "lora": {"r": 8}}, "use 'nf4'"),
+        ({"quantize": "int4", "lora": {"r": 8}}, "use nf4, int8"),
     ],
 )
 def test_bad_input(options: dict[str, Any], message: str) -> None:
