@@ -6,7 +6,7 @@ newest. Libraries are imported where they are used: most programs need one of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from operator import attrgetter
@@ -69,6 +69,11 @@ def is_base(module: Any) -> bool:
     return hasattr(module, "_no_split_modules")
 
 
+def ignored_in_files(model: Any) -> Iterable[str]:
+    """Return regular expressions of names that files may have beside the tensors of ``model``."""
+    return model._keys_to_ignore_on_load_unexpected or ()
+
+
 @contextmanager
 def one_sequence_per_row() -> Iterator[None]:
     """Let models take each row for one sequence; of fake tensors they see no numbers, and would make masks for several.
@@ -113,6 +118,11 @@ def experts_weights(module: Any) -> list[str]:
     if not all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate", "has_bias")):
         return []
     return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+
+
+def gated_by(module: Any, hidden: Any) -> Any:
+    """Return what the gate of a module of experts makes of both halves of its first product."""
+    return module._apply_gate(hidden)
 
 
 def use_experts(module: Any, forward: Callable[..., Any]) -> None:

@@ -290,6 +290,7 @@ class FineTune(LightningModule):
             attention=self.attention,
             dropout=self.dropout,
             as_stored=self.quantize is not None,
+            quantize=self.quantize,
         )
         self._grow(model, init)
         trainer = trainer_of(self)

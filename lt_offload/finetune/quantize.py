@@ -98,10 +98,15 @@ def quantized(model: nn.Module, dtype: torch.dtype, quantize: Quantize = "nf4") 
     form = form_named(quantize, "model.quantize")
     _take_over(model, dtype)
     checked = check_weights(model, form)
-    if checked[1] and is_first():
-        name, why = checked[1][0]
+    if checked.refused and is_first():
+        name, why = next(iter(checked.refused.items()))
         kind = str(dtype).removeprefix("torch.")
-        say(f"{len(checked[1])} weights with {why} stay in {kind}: {name}, ...")
+        say(f"{len(checked.refused)} weights with {why} stay in {kind}: {name}, ...")
+    for module in model.modules():
+        for attribute in _TRACES & vars(module).keys():
+            delattr(module, attribute)
+        if hasattr(getattr(module, "config", None), "quantization_config"):
+            del module.config.quantization_config  # type: ignore[union-attr]
     for _ in close_weights(model, form, checked, dtype=dtype, release=forget):
         pass
     for parameter in model.parameters():
@@ -122,8 +127,3 @@ def _take_over(model: Any, dtype: torch.dtype) -> None:
         stored = Stored(form, tuple(state.shape), dtype)
         layer = StoredLinear(loaded, stored, form.pieces(loaded.weight.data, state))
         model.set_submodule(name, layer.requires_grad_(False))
-    for module in model.modules():
-        for attribute in _TRACES & vars(module).keys():
-            delattr(module, attribute)
-        if hasattr(getattr(module, "config", None), "quantization_config"):
-            del module.config.quantization_config

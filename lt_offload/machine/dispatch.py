@@ -73,11 +73,11 @@ def called_unseen(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-class _Repeats(threading.local):
+class _Standing(threading.local):
     count = 1
 
 
-_repeats = _Repeats()
+_repeats = _Standing()
 
 
 @contextmanager

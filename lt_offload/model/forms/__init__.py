@@ -10,15 +10,19 @@ the output projection stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lt_offload.errors import ConfigError
 from lt_offload.model.forms.adapters import adapt_stored_experts
-from lt_offload.model.forms.base import Form
+from lt_offload.model.forms.base import StorageForm
 from lt_offload.model.forms.experts import compute_stored, experts_in, open_experts
 from lt_offload.model.forms.fp8 import FP8
 from lt_offload.model.forms.int8 import Int8
@@ -26,10 +30,10 @@ from lt_offload.model.forms.layer import Stored, StoredLinear, put, stored_of
 from lt_offload.model.forms.mxfp4 import MXFP4
 from lt_offload.model.forms.nf4 import NF4
 
-FORMS: dict[str, Form] = {form.name: form for form in (NF4(), Int8(), FP8(), MXFP4())}
+FORMS: dict[str, StorageForm] = {form.name: form for form in (NF4(), Int8(), FP8(), MXFP4())}
 
 
-def form_named(name: object, setting: str = "quantize") -> Form:
+def form_named(name: object, setting: str = "quantize") -> StorageForm:
     """Return the form that is called ``name``; raises ``ConfigError`` if there is none, or its package is missing."""
     if not isinstance(name, str) or name not in FORMS:
         raise ConfigError(f"{setting}={name!r} is not known; use {', '.join(FORMS)}, or set it to null")
@@ -42,7 +46,8 @@ def form_named(name: object, setting: str = "quantize") -> Form:
 def store_weights(model: nn.Module, form: str, *, dtype: torch.dtype | None = None) -> tuple[str, ...]:
     """Let the weights of linear layers and of experts in ``model`` be stored in ``form``, frozen, from now on.
 
-    Embeddings, the output projection, norms and biases stay as they are, and so do matrices that the form cannot take.
+    Embeddings, the output projection, norms and biases stay as they are, and so do matrices that the form cannot take,
+    and those that a model is shipped without (``modules_to_not_convert`` in its configuration).
     A layer computes with the opened numbers, in the dtype of its input. Adapters are added to the changed model.
 
     ======== ======================================================================================= ================
@@ -66,11 +71,7 @@ def store_weights(model: nn.Module, form: str, *, dtype: torch.dtype | None = No
         ConfigError: if there is no such form, its package is not installed, or most weights cannot be stored.
     """
     chosen = form_named(form, "form")
-    stored = tuple(name for name, _ in close_weights(model, chosen, check_weights(model, chosen), dtype=dtype))
-    for name in stored:
-        module, _, weight = name.rpartition(".")
-        assert weight in stored_of(model.get_submodule(module))
-    return stored
+    return tuple(close_weights(model, chosen, check_weights(model, chosen, "form"), dtype=dtype))
 
 
 def weights_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -86,75 +87,86 @@ def weights_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield f"{name}.{weight}", module, weight
 
 
-def check_weights(model: nn.Module, form: Form) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return the weights that ``form`` can take, and those that it refuses, by name with the reason.
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The weights of a model that may be stored."""
 
-    Raises:
-        ConfigError: if it cannot take most numbers of ``model``.
-    """
-    taken: list[tuple[str, str]] = []
-    refused: list[tuple[str, str]] = []
+    taken: list[str]
+    """Names of those that the form can take."""
+    refused: dict[str, str]
+    """By name, why it cannot take another."""
+
+
+def check_weights(model: nn.Module, form: StorageForm, setting: str = "model.quantize") -> Checked:
+    """Return the weights of ``model`` that ``form`` can take; raises ``ConfigError`` if most numbers are in others."""
+    checked = Checked([], {})
     outside = {id(parameter) for parameter in _kept(model)}
-    done = sum(number(stored) for module in model.modules() for stored in stored_of(module).values())
+    as_shipped = left_open(model)
+    already = [stored for module in model.modules() for stored in stored_of(module).values()]
+    done = sum(math.prod(stored.shape) for stored in already)
     outside |= {id(p) for module in model.modules() if stored_of(module) for p in module.parameters(recurse=False)}
     for name, module, weight in weights_in(model):
-        parameter: Tensor = getattr(module, weight)
-        why = form.refuses(_described(module, parameter, form, None).matrix)
-        (refused if why else taken).append((name, why))
-        if not why:
+        parameter = getattr(module, weight)
+        if as_shipped(name):
             outside.add(id(parameter))
-            done += parameter.numel()
+            continue
+        why = form.refuses(described(module, parameter, form).matrix)
+        if why:
+            checked.refused[name] = why
+            continue
+        checked.taken.append(name)
+        outside.add(id(parameter))
+        done += parameter.numel()
     others = [(name, p) for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outside]
     if sum(p.numel() for _, p in others) >= done:
         name, largest = max(others, key=lambda item: item[1].numel(), default=("none", None))
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__ if largest is not None else "nothing"
-        why = dict(refused).get(name)
+        why = f", with {checked.refused[name]}" if name in checked.refused else ""
         raise ConfigError(
-            f"quantize={form.name!r}: most weights of {type(model).__name__} are neither of an nn.Linear nor of experts "
-            f"that can be stored so (the largest, {name}, is in a {kind}{f', with {why}' if why else ''}); set it to "
-            "null, or use a model whose layers are"
+            f"{setting}={form.name}: most weights of {type(model).__name__} are neither of an nn.Linear nor of experts "
+            f"that can be stored so (the largest, {name}, is in a {kind}{why}); set it to null, or use a model whose "
+            "layers are"
         )
-    return taken, refused
-
-
-def number(stored: Stored) -> int:
-    """Return how many numbers a stored weight has."""
-    return torch.Size(stored.shape).numel()
+    return checked
 
 
 def close_weights(
     model: nn.Module,
-    form: Form,
-    checked: tuple[list[tuple[str, str]], list[tuple[str, str]]],
+    form: StorageForm,
+    checked: Checked,
     *,
     dtype: torch.dtype | None = None,
     release: Callable[[Tensor], None] = lambda weight: None,
-) -> Iterator[tuple[str, Stored]]:
-    """Store the weights of ``model`` that :func:`check_weights` has returned, and yield each when it is.
+) -> Iterator[str]:
+    """Store the weights of ``model`` that :func:`check_weights` has returned, and yield the name of each when it is.
 
     One at a time: ``release`` is told of each weight that is not needed any more.
     """
     worker = torch.device("cuda") if torch.cuda.is_available() else None
-    for name, _ in checked[0]:
+    for name in checked.taken:
         module, _, weight = name.rpartition(".")
         owner = model.get_submodule(module)
-        parameter = getattr(owner, weight)
-        stored = _described(owner, parameter, form, dtype)
+        matrices: Tensor = getattr(owner, weight)
+        stored = described(owner, matrices, form, dtype)
         with torch.no_grad():
-            pieces = stored.close(parameter.detach(), worker or parameter.device)
-        if isinstance(owner, nn.Linear):
-            owner.bias = None if owner.bias is None else owner.bias.requires_grad_(False)
-            model.set_submodule(module, StoredLinear(owner, stored, pieces))
-        else:
-            delattr(owner, weight)
-            put(owner, weight, stored, pieces)
-            compute_stored(owner)
-            for other in owner.parameters():
-                other.requires_grad_(False)
-            adapt_stored_experts()
-        release(parameter.detach())
-        del parameter
-        yield name, stored
+            pieces = stored.close(matrices.detach(), worker or matrices.device)
+        put_weight(model, name, stored, pieces)
+        release(matrices.detach())
+        del matrices
+        yield name
+
+
+def put_weight(model: nn.Module, name: str, stored: Stored, pieces: Sequence[Tensor]) -> None:
+    """Let the weight of ``model`` that is called ``name`` be stored, as ``pieces``."""
+    module, _, weight = name.rpartition(".")
+    owner = model.get_submodule(module).requires_grad_(False)
+    if isinstance(owner, nn.Linear):
+        model.set_submodule(module, StoredLinear(owner, stored, pieces))
+        return
+    delattr(owner, weight)
+    put(owner, weight, stored, pieces)
+    compute_stored(owner)
+    adapt_stored_experts()
 
 
 def open_weights(model: nn.Module) -> nn.Module:
@@ -175,9 +187,19 @@ def is_stored(model: nn.Module) -> bool:
     return any(map(stored_of, model.modules()))
 
 
-def _described(module: nn.Module, weight: Tensor, form: Form, dtype: torch.dtype | None) -> Stored:
+def described(module: nn.Module, weight: Tensor, form: StorageForm, dtype: torch.dtype | None = None) -> Stored:
+    """Return how ``weight`` of ``module`` would be stored; ``dtype``: of its numbers, if they are to have another."""
     transposed = weight.dim() == 3 and bool(module.is_transposed)
     return Stored(form, tuple(weight.shape), dtype or weight.dtype, transposed=transposed)
+
+
+def left_open(model: nn.Module) -> Callable[[str], bool]:
+    """Return what says of a name whether a model that is shipped in a storage form has this part as it is."""
+    settings: Any = getattr(getattr(model, "config", None), "quantization_config", None) or {}
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    listed = [*(settings.get("modules_to_not_convert") or ()), *(settings.get("llm_int8_skip_modules") or ())]
+    patterns = [re.compile(rf"(.*\.)?{pattern}(\..*)?") for pattern in listed]
+    return lambda name: any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def _kept(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -17,7 +17,7 @@ Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shape and dtype of each piece."""
 
 
-class Form(ABC):
+class StorageForm(ABC):
     """A way to store a matrix as several tensors, its pieces.
 
     Pieces are integers and bytes: a cast of a module to another floating-point dtype does not change them. A matrix has
@@ -58,7 +58,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Table:
+class Constant:
     """A small table that opening reads, on the device of what is opened; each is made once.
 
     Making it is no operation of the block that opens a weight: no account of memory and no count of work has it.
@@ -79,4 +79,4 @@ class Table:
         return _tables[key]
 
 
-_tables: dict[tuple[Table, torch.device], Tensor] = {}
+_tables: dict[tuple[Constant, torch.device], Tensor] = {}

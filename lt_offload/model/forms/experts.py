@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lt_offload.compat.hugging_face import experts_weights, use_experts, without_experts
+from lt_offload.compat.hugging_face import experts_weights, gated_by, use_experts, without_experts
 from lt_offload.compat.torch import is_fake
 from lt_offload.machine.dispatch import repeated
 from lt_offload.model.forms.layer import Stored, in_dtype, pieces_of, stored_of, take
@@ -53,9 +53,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     tokens, chosen = top_k_index.shape
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = _counts(experts, self.num_experts)
-    gated = "gate_up_proj" if self.has_gate else "up_proj"
-    hidden = _layer(self, gated, hidden_states[order // chosen], experts, counts)
-    hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    hidden = _layer(self, first, hidden_states[order // chosen], experts, counts)
+    hidden = gated_by(self, hidden) if self.has_gate else self.act_fn(hidden)
     hidden = _layer(self, "down_proj", hidden, experts, counts)
     if getattr(self, "has_post_expert_norm", False):
         hidden = self.post_expert_norm(hidden)
@@ -77,7 +77,7 @@ def _counts(experts: Tensor, number: int) -> list[int]:
 def _layer(module: Any, name: str, x: Tensor, experts: Tensor, counts: list[int]) -> Tensor:
     """Return the products of the rows of ``x`` with the stored matrices of their experts, with adapters and biases."""
     stored, pieces = stored_of(module)[name], pieces_of(module, name)
-    out = in_dtype(x, lambda x: _Products.apply(x, stored, counts, *pieces))  # type: ignore[no-untyped-call,no-any-return]
+    out = in_dtype(x, lambda x: _Products.apply(x, stored, counts, *pieces))  # type: ignore[no-untyped-call]
     for first, second, scale in vars(module).get(ADAPTERS, {}).get(name, ()):
         out = (out + scale * _low_rank(x, first, second, counts)).to(out.dtype)
     bias = getattr(module, f"{name}_bias", None) if module.has_bias else None
@@ -87,7 +87,7 @@ def _layer(module: Any, name: str, x: Tensor, experts: Tensor, counts: list[int]
 def _low_rank(x: Tensor, first: Tensor, second: Tensor, counts: list[int]) -> Tensor:
     x = x.to(first.dtype)
     for weight in (first, second):
-        x = in_dtype(x, lambda x, weight=weight: _Trained.apply(x, weight.to(x.dtype), counts))  # type: ignore[misc]
+        x = in_dtype(x, lambda x, weight=weight: _Trained.apply(x, weight.to(x.dtype), counts))  # type: ignore[misc,no-untyped-call]
     return x
 
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lt_offload.model.forms.base import Form, Layout, Pieces, as_bytes
+from lt_offload.model.forms.base import Layout, Pieces, StorageForm, as_bytes
 
 SQUARE = 128
 """Rows and columns that share a scale."""
 _LARGEST = 448.0
 
 
-class FP8(Form):
+class FP8(StorageForm):
     """The bytes of numbers, and scales in float32: what a number is multiplied with when it is opened."""
 
     name: ClassVar[str] = "fp8"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lt_offload.model.forms.base import Form, Layout, Pieces, as_bytes
+from lt_offload.model.forms.base import Layout, Pieces, StorageForm, as_bytes
 
 
-class Int8(Form):
+class Int8(StorageForm):
     """Integers, and the scales of rows in float32."""
 
     name: ClassVar[str] = "int8"

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from typing_extensions import override
 
-from lt_offload.model.forms.base import Form, Layout
+from lt_offload.model.forms.base import Layout, StorageForm
 
 STORED = "stored_weights"
 """The attribute of a module that says which of its weights are stored: by name, a :class:`Stored` each."""
@@ -26,7 +26,7 @@ STORED = "stored_weights"
 class Stored:
     """A weight that is stored in a form: a matrix, or one per expert."""
 
-    form: Form
+    form: StorageForm
     shape: tuple[int, ...]
     """Of the weight."""
     dtype: torch.dtype
@@ -153,7 +153,7 @@ def in_dtype(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
 
 def product(x: Tensor, stored: Stored, pieces: Sequence[Tensor]) -> Tensor:
     """Return the product of ``x`` with a stored matrix, as ``nn.functional.linear`` without a bias."""
-    return in_dtype(x, lambda x: _Product.apply(x, stored, *pieces))  # type: ignore[no-untyped-call,no-any-return]
+    return in_dtype(x, lambda x: _Product.apply(x, stored, *pieces))  # type: ignore[no-untyped-call]
 
 
 class _Product(torch.autograd.Function):

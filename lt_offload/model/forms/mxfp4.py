@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lt_offload.model.forms.base import Form, Layout, Pieces, Table
+from lt_offload.model.forms.base import Constant, Layout, Pieces, StorageForm
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -23,7 +23,7 @@ _LARGEST_EXPONENT = 2
 """Of the numbers of four bits."""
 
 
-class MXFP4(Form):
+class MXFP4(StorageForm):
     """Bytes of two numbers, and exponents."""
 
     name: ClassVar[str] = "mxfp4"
@@ -72,5 +72,5 @@ def _pairs(dtype: torch.dtype) -> Tensor:
 
 
 _PAIRS = {
-    dtype: Table(partial(_pairs, dtype), (256, 2), dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    dtype: Constant(partial(_pairs, dtype), (256, 2), dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }

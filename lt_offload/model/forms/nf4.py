@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lt_offload.errors import ConfigError
-from lt_offload.model.forms.base import Form, Layout, Pieces, Table, as_bytes
+from lt_offload.model.forms.base import Constant, Layout, Pieces, StorageForm, as_bytes
 
 
 def bitsandbytes() -> Any:
@@ -32,7 +32,7 @@ def bitsandbytes() -> Any:
 
 
 @dataclass(frozen=True)
-class NF4(Form):
+class NF4(StorageForm):
     """Packed numbers, scales, and the offset of scales with their own scales."""
 
     name: ClassVar[str] = "nf4"
@@ -63,14 +63,17 @@ class NF4(Form):
         operations: Any = torch.ops.bitsandbytes
         packed, absmax, *nested = pieces
         if nested:
-            offset, scales = nested[0].view(torch.float32).split([1, nested[0].shape[-1] // 4 - 1])
+            nested_scales = nested[0].view(torch.float32)
+            offset, scales = nested_scales[:1], nested_scales[1:]
             code = _CODE_OF_SCALES.beside(absmax)
             absmax = operations.dequantize_blockwise.default(absmax, scales, code, self.scales, torch.float32)
             absmax += offset
         else:
             absmax = absmax.view(torch.float32)
-        out: Tensor = operations.dequantize_4bit.default(packed, absmax, self.block, "nf4", tuple(shape), dtype)
-        return out
+        # The kernel for CPUs begins a block with each row, and blocks go on from one to the next.
+        whole = tuple(shape) if shape[-1] % self.block == 0 else (math.prod(shape),)
+        out: Tensor = operations.dequantize_4bit.default(packed, absmax, self.block, "nf4", whole, dtype)
+        return out.view(*shape)
 
     @override
     def layout(self, shape: Sequence[int]) -> Layout:
@@ -96,4 +99,4 @@ def _code_of_scales() -> Tensor:
     return created
 
 
-_CODE_OF_SCALES = Table(_code_of_scales, (256,))
+_CODE_OF_SCALES = Constant(_code_of_scales, (256,))
