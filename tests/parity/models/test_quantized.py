@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import lt_offload
 from lt_offload.finetune.module import FineTune, LoraArgs
 from lt_offload.model.blocks import find_blocks
+from scripts.hf import cases
+from scripts.hf.runs import compare
 from tests import sampling
 from tests.parity.models import quantized
 from tests.support import models, plans, tiny
@@ -108,19 +110,28 @@ class Recorded(FineTune):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.model(tmp_path_factory.mktemp("model"), **quantized.SIZES)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {"llama": tiny.model(tmp_path_factory.mktemp("llama"), **quantized.SIZES)}
+    for family in ("qwen3_moe", "mixtral"):
+        folder = tiny.tokenizer(tmp_path_factory.mktemp(family))
+        torch.manual_seed(0)
+        quantized.experts(family, vocab_size=259).save_pretrained(folder)  # type: ignore[operator]
+        made[family] = folder
+    return made
+
+
+FORMS = {"llama": "nf4", "qwen3_moe": "mxfp4", "mixtral": "int8"}
 
 
 def fit(
-    folder: Path, strategy: Any, where: Path, *, steps: int = 4, ckpt: Path | None = None, **settings: Any
+    folder: Path, strategy: Any, where: Path, *, form: Any, steps: int = 4, ckpt: Path | None = None, **settings: Any
 ) -> Result:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     quiet |= {"accelerator": "cpu", "max_epochs": -1, "num_sanity_val_steps": 0, "val_check_interval": 2}
     saving = ModelCheckpoint(dirpath=where, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     trainer = L.Trainer(strategy=strategy, max_steps=steps, callbacks=[saving], **quiet | settings)
     seed()
-    module = Recorded(str(folder), quantize="nf4", lora=LoraArgs(r=2), lr=1e-2)
+    module = Recorded(str(folder), quantize=form, lora=LoraArgs(r=2), lr=1e-2)
     made = [models.batch(nn.Linear(1, 1), seed=i) for i in range(8)]
     loaders = torch.utils.data.DataLoader(made, batch_size=None), torch.utils.data.DataLoader(made[:2], batch_size=None)
     trainer.fit(module, *loaders, ckpt_path=ckpt)
@@ -131,21 +142,46 @@ def fit(
 
 
 @pytest.mark.parametrize(
-    ("memory", "settings"),
+    ("family", "memory", "settings"),
     [
-        ("400KB", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
-        ("400KB", {"precision": "bf16-mixed"}),
-        ("10MB", {}),
+        ("llama", "400KB", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        ("llama", "400KB", {"precision": "bf16-mixed"}),
+        ("llama", "10MB", {}),
+        ("qwen3_moe", "600KB", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        ("mixtral", "1MB", {"precision": "bf16-mixed"}),
     ],
     ids=str,
 )
-def test_fine_tuning_under_a_trainer(folder: Path, tmp_path: Path, settings: dict[str, Any], memory: str) -> None:
-    expected = fit(folder, "auto", tmp_path / "plain", **settings)
-    found = fit(folder, lt_offload.OffmateStrategy(memory=memory), tmp_path / "ours", **settings)
+def test_fine_tuning_under_a_trainer(
+    family: str, folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any], memory: str
+) -> None:
+    folder, form = folders[family], FORMS[family]
+    expected = fit(folder, "auto", tmp_path / "plain", form=form, **settings)
+    found = fit(folder, lt_offload.OffmateStrategy(memory=memory), tmp_path / "ours", form=form, **settings)
     assert differences(expected, found) == []
     if "accumulate_grad_batches" not in settings:
         return
     resumed = lt_offload.OffmateStrategy(memory=memory)
-    again = fit(folder, resumed, tmp_path / "ours", ckpt=tmp_path / "ours" / "step=2.ckpt", **settings)
+    last = tmp_path / "ours" / "step=2.ckpt"
+    again = fit(folder, resumed, tmp_path / "ours", form=form, ckpt=last, **settings)
     assert len(again.losses) < len(expected.losses)
     assert differences(replace(expected, losses=expected.losses[-len(again.losses) :]), again) == []
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "gpt_oss"])
+def test_blocks_that_take_a_batch_in_parts(kind: str) -> None:
+    trial = Trial(partial(quantized.adapted, **KINDS[kind]), rows, adamw)
+    model = trial.model()
+    with lt_offload.micro_batched_reference(model, 2):
+        expected = trial.run(model, trial.optimizer(model))
+    memory = 1_000_000
+    assert differences(expected, trial.offloaded(memory=memory, micro_batches=2)) == []
+
+
+@pytest.mark.parametrize("kind", ["fp8", "qwen3_moe"])
+def test_the_trainer_of_transformers(kind: str, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return quantized.adapted(**KINDS[kind])
+
+    _, differs = compare(cases.plain(model, gradient_accumulation_steps=2), "tight", tmp_path)
+    assert differs == []
