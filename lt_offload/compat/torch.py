@@ -67,6 +67,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def beside_fake(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a fake tensor like a fake ``tensor``, which no dispatch mode sees being made."""
+    with DisableTorchDispatch():
+        return FakeTensor(tensor.fake_mode, torch.empty(shape, dtype=dtype, device="meta"), tensor.device)
+
+
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 DisableTorchDispatch: Any = _C._DisableTorchDispatch

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lt_offload.compat.torch import DisableTorchDispatch, is_fake
+from lt_offload.compat.torch import DisableTorchDispatch, beside_fake, is_fake
 
 Pieces = tuple[Tensor, ...]
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -70,8 +70,8 @@ class Constant:
 
     def beside(self, tensor: Tensor) -> Tensor:
         """Return the table on the device of ``tensor``."""
-        if is_fake(tensor) or tensor.is_meta:
-            return tensor.new_empty(self.shape, dtype=self.dtype)
+        if is_fake(tensor):
+            return beside_fake(tensor, self.shape, self.dtype)
         key = self, tensor.device
         if key not in _tables:
             with DisableTorchDispatch(), torch.inference_mode(False):

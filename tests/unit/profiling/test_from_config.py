@@ -238,6 +238,22 @@ def test_a_base_of_four_bits_without_weights_is_as_with_them(dtype: str) -> None
     assert found.dtype == expected.dtype == dtype
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "nf4")])
+def test_stored_experts_without_weights_are_as_with_them(family: str, form: str) -> None:
+    """Each is opened once per pass, of which one is counted for all."""
+    from tests.parity.models import quantized
+
+    model = quantized.base(family=family, form=form)
+    args = LoraArgs(r=4, alpha=8, target_modules=["q_proj"], target_parameters=quantized.TARGETS)
+    config, expected = model.config, real(add_lora(model, args))
+    found = fake(config, lora=args.peft(), quantize=form)
+    assert_same_bytes(found, expected)
+    once = fake(config, lora=args.peft(), quantize=form, batch_size=4)
+    assert found.blocks[1].option("keep").forward_s < once.blocks[1].option("keep").forward_s
+    assert found.blocks[1].launch_s == once.blocks[1].launch_s
+
+
 def test_a_model_that_asks_for_numbers_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"aten\..* asks for numbers.*is planned only with its weights"):
         profile_config(tiny("jetmoe"), batch_size=2, sequence_length=12, hardware="rtx-3060-12gb")
