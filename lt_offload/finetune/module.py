@@ -91,7 +91,8 @@ class FineTune(LightningModule):
         lora: adapters to train instead of the model; null trains everything.
         quantize: keeps the weights under the adapters in fewer bits, opened to ``dtype`` where they compute: ``nf4``
             (four bits, QLoRA, with bitsandbytes), ``mxfp4`` (four bits, as gpt-oss is stored), ``fp8`` (eight bits by
-            squares, as DeepSeek and Qwen are) or ``int8`` (a scale per row); null keeps them in ``dtype``.
+            squares, as DeepSeek and Qwen are), ``int8`` (a scale per row) or ``lossless`` (bfloat16 in 11.3 bits, with
+            the same numbers); null keeps them in ``dtype``.
         adapter: folder with adapters in peft's format to train on, instead of new ones (``lora``).
         freeze: parameters that are not trained: names of parameters or of modules that they are in, with ``*`` for
             anything, or regular expressions that whole names match.
@@ -164,7 +165,7 @@ class FineTune(LightningModule):
         check_tokens(new_tokens or ())
         if quantize is not None and lora is not None and lora.dora:
             raise ConfigError(NO_STORED_DORA.format(quantize))
-        check_quantize(quantize, lora=adapter if lora is None else lora, compiled=compile_blocks)
+        check_quantize(quantize, lora=adapter if lora is None else lora, compiled=compile_blocks, dtype=dtype)
         layers.check_kernels(kernels, compiled=compile_blocks)
         check_precision(
             optimizer, dtype, adapted=lora is not None or adapter is not None, master_weights=master_weights,

@@ -24,13 +24,13 @@ from lt_offload.model.quantized import packed_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Quantize = Literal["nf4", "int8", "fp8", "mxfp4"]
+Quantize = Literal["nf4", "mxfp4", "fp8", "int8", "lossless"]
 
 _TRACES = {"is_loaded_in_4bit", "is_quantized", "quantization_method", "hf_quantizer"}
 """Attributes by which transformers and peft tell a quantized model, and refuse to move it or to write it as another."""
 
 
-def check_quantize(quantize: str | None, *, lora: object, compiled: bool = False) -> None:
+def check_quantize(quantize: str | None, *, lora: object, compiled: bool = False, dtype: str = "bfloat16") -> None:
     """Refuse settings with which a stored base cannot be trained; raises ``ConfigError`` naming the setting."""
     if quantize is None:
         return
@@ -40,6 +40,11 @@ def check_quantize(quantize: str | None, *, lora: object, compiled: bool = False
         raise ConfigError(
             f"model.quantize={quantize} needs model.lora or model.adapter, as stored weights are never trained: set "
             "model.lora.r=8, or model.quantize=null"
+        )
+    if quantize == "lossless" and dtype != "bfloat16":
+        raise ConfigError(
+            f"model.quantize=lossless is for weights of bfloat16, and model.dtype={dtype}; set that to bfloat16, or "
+            "model.quantize=null"
         )
     if compiled:
         raise ConfigError(
@@ -97,7 +102,7 @@ def quantized(model: nn.Module, dtype: torch.dtype, quantize: Quantize = "nf4") 
     """
     form = form_named(quantize, "model.quantize")
     _take_over(model, dtype)
-    checked = check_weights(model, form)
+    checked = check_weights(model, form, dtype)
     if checked.refused and is_first():
         name, why = next(iter(checked.refused.items()))
         kind = str(dtype).removeprefix("torch.")

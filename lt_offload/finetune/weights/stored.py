@@ -50,7 +50,7 @@ def read_stored(model: Any, files: Files, quantize: str, dtype: torch.dtype, *, 
     if not shipped and not any(True for _ in experts_in(model)):
         return False
     form = form_named(quantize, "model.quantize")
-    taken = {*check_weights(model, form).taken}
+    taken = {*check_weights(model, form, dtype).taken}
     weights = {name: (module, getattr(module, weight)) for name, module, weight in weights_in(model) if name in taken}
     used: set[str] = set()
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
@@ -120,17 +120,11 @@ def _closed(stored: Stored, parts: Parts, files: Files, worker: torch.device) ->
     """Return the pieces of numbers that are read and stored, a matrix at a time."""
     if len(stored.shape) == 2:
         return stored.close(_joined(parts, files, stored.shape), worker)
-    pieces = [torch.empty(shape, dtype=dtype) for shape, dtype in stored.layout()]
-    for number in range(stored.shape[0]):
-        if len(parts) == 1:
-            matrix = files[parts[0][0]][number]
-            matrix = matrix.t() if stored.transposed else matrix
-        else:
-            matrix = _joined([parts[number]], files, stored.matrix)
-        closed = stored.form.close(matrix.to(stored.dtype).to(worker).contiguous())
-        for piece, part in zip(pieces, closed, strict=True):
-            piece[number] = part
-    return pieces
+    if len(parts) == 1:
+        file = files[parts[0][0]]
+        return stored.close_each((file[number] for number in range(stored.shape[0])), worker)
+    shape = stored.matrix[::-1] if stored.transposed else stored.matrix
+    return stored.close_each((_joined([part], files, shape) for part in parts), worker)
 
 
 def _shipped(stored: Stored, name: str, files: Files, used: set[str], missing: list[str]) -> Sequence[Tensor] | None:

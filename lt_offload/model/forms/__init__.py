@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lt_offload.errors import ConfigError
 from lt_offload.model.forms.adapters import adapt_stored_experts
 from lt_offload.model.forms.base import StorageForm
+from lt_offload.model.forms.exact import Lossless
 from lt_offload.model.forms.experts import compute_stored, experts_in, open_experts
 from lt_offload.model.forms.fp8 import FP8
 from lt_offload.model.forms.int8 import Int8
@@ -30,7 +31,7 @@ from lt_offload.model.forms.layer import Stored, StoredLinear, put, stored_of
 from lt_offload.model.forms.mxfp4 import MXFP4
 from lt_offload.model.forms.nf4 import NF4
 
-FORMS: dict[str, StorageForm] = {form.name: form for form in (NF4(), Int8(), FP8(), MXFP4())}
+FORMS: dict[str, StorageForm] = {form.name: form for form in (NF4(), MXFP4(), FP8(), Int8(), Lossless())}
 
 
 def form_named(name: object, setting: str = "quantize") -> StorageForm:
@@ -57,6 +58,7 @@ def store_weights(model: nn.Module, form: str, *, dtype: torch.dtype | None = No
     mxfp4    four bits (e2m1), a power of two per 32 numbers of a row, as gpt-oss                    4.25
     fp8      eight bits (e4m3), a scale per square of 128 x 128, as DeepSeek and Qwen                8.00
     int8     eight bits, a scale per row                                                             8 and 32 per row
+    lossless bfloat16, bit for bit: seven exponents in three bits, others in a byte                  11.3
     ======== ======================================================================================= ================
 
     Args:
@@ -71,7 +73,7 @@ def store_weights(model: nn.Module, form: str, *, dtype: torch.dtype | None = No
         ConfigError: if there is no such form, its package is not installed, or most weights cannot be stored.
     """
     chosen = form_named(form, "form")
-    return tuple(close_weights(model, chosen, check_weights(model, chosen, "form"), dtype=dtype))
+    return tuple(close_weights(model, chosen, check_weights(model, chosen, dtype, "form"), dtype=dtype))
 
 
 def weights_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -97,7 +99,9 @@ class Checked:
     """By name, why it cannot take another."""
 
 
-def check_weights(model: nn.Module, form: StorageForm, setting: str = "model.quantize") -> Checked:
+def check_weights(
+    model: nn.Module, form: StorageForm, dtype: torch.dtype | None = None, setting: str = "model.quantize"
+) -> Checked:
     """Return the weights of ``model`` that ``form`` can take; raises ``ConfigError`` if most numbers are in others."""
     checked = Checked([], {})
     outside = {id(parameter) for parameter in _kept(model)}
@@ -110,7 +114,8 @@ def check_weights(model: nn.Module, form: StorageForm, setting: str = "model.qua
         if as_shipped(name):
             outside.add(id(parameter))
             continue
-        why = form.refuses(described(module, parameter, form).matrix)
+        stored = described(module, parameter, form, dtype)
+        why = form.refuses(stored.matrix, stored.dtype)
         if why:
             checked.refused[name] = why
             continue

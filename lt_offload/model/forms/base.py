@@ -43,9 +43,13 @@ class StorageForm(ABC):
     def layout(self, shape: Sequence[int]) -> Layout:
         """Return what the pieces of a matrix of ``shape`` are like."""
 
-    def refuses(self, shape: Sequence[int]) -> str:
-        """Return why a matrix of ``shape`` stays as it is; empty if it need not."""
+    def refuses(self, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """Return why a matrix of ``shape`` with numbers of ``dtype`` stays as it is; empty if it need not."""
         return ""
+
+    def stack(self, matrices: Sequence[Pieces]) -> Pieces:
+        """Return the pieces of several matrices as one, with a dimension more, the first."""
+        return tuple(torch.stack(pieces) for pieces in zip(*matrices, strict=True))
 
     def bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Return the bytes of all pieces of a matrix of ``shape``, which had numbers of ``dtype``."""

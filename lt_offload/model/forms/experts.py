@@ -17,7 +17,7 @@ from typing_extensions import override
 from lt_offload.compat.hugging_face import experts_weights, gated_by, use_experts, without_experts
 from lt_offload.compat.torch import is_fake
 from lt_offload.machine.dispatch import repeated
-from lt_offload.model.forms.layer import Stored, in_dtype, pieces_of, stored_of, take
+from lt_offload.model.forms.layer import Stored, pieces_of, stored_of, take
 
 ADAPTERS = "expert_adapters"
 """The attribute of a module with stored experts that has the adapters of the present call."""
@@ -77,7 +77,7 @@ def _counts(experts: Tensor, number: int) -> list[int]:
 def _layer(module: Any, name: str, x: Tensor, experts: Tensor, counts: list[int]) -> Tensor:
     """Return the products of the rows of ``x`` with the stored matrices of their experts, with adapters and biases."""
     stored, pieces = stored_of(module)[name], pieces_of(module, name)
-    out = in_dtype(x, lambda x: _Products.apply(x, stored, counts, *pieces))  # type: ignore[no-untyped-call]
+    out = _in_dtype(x, lambda x: _Products.apply(x, stored, counts, *pieces))  # type: ignore[no-untyped-call]
     for first, second, scale in vars(module).get(ADAPTERS, {}).get(name, ()):
         out = (out + scale * _low_rank(x, first, second, counts)).to(out.dtype)
     bias = getattr(module, f"{name}_bias", None) if module.has_bias else None
@@ -87,8 +87,17 @@ def _layer(module: Any, name: str, x: Tensor, experts: Tensor, counts: list[int]
 def _low_rank(x: Tensor, first: Tensor, second: Tensor, counts: list[int]) -> Tensor:
     x = x.to(first.dtype)
     for weight in (first, second):
-        x = in_dtype(x, lambda x, weight=weight: _Trained.apply(x, weight.to(x.dtype), counts))  # type: ignore[misc,no-untyped-call]
+        x = _in_dtype(x, lambda x, weight=weight: _Trained.apply(x, weight.to(x.dtype), counts))  # type: ignore[misc,no-untyped-call]
     return x
+
+
+def _in_dtype(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``compute(x)``; under autocast in its dtype, which no operation within sees then."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return compute(x)
+    x = x.to(torch.get_autocast_dtype(x.device.type))
+    with torch.autocast(x.device.type, enabled=False):
+        return compute(x)
 
 
 def _parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:

@@ -6,7 +6,7 @@ the pieces alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,16 @@ class Stored:
             return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.layout()]
         if weight.dim() == 2:
             return [piece.to(weight.device) for piece in self.form.close(weight.to(self.dtype).to(worker))]
-        pieces = [torch.empty(shape, dtype=dtype, device=weight.device) for shape, dtype in self.layout()]
-        for number, matrix in enumerate(weight):
+        return self.close_each(weight, worker)
+
+    def close_each(self, matrices: Iterable[Tensor], worker: torch.device) -> list[Tensor]:
+        """Return the pieces of a matrix per expert, as the weight has them, on the device where they are."""
+        closed = []
+        for matrix in matrices:
             of_outputs = matrix.t() if self.transposed else matrix
-            closed = self.form.close(of_outputs.to(self.dtype).to(worker).contiguous())
-            for piece, part in zip(pieces, closed, strict=True):
-                piece[number] = part
-        return pieces
+            pieces = self.form.close(of_outputs.to(self.dtype).to(worker).contiguous())
+            closed.append(tuple(piece.to(matrix.device) for piece in pieces))
+        return [*self.form.stack(closed)]
 
     def open(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return the matrix of ``pieces``, with a row per output."""
@@ -122,10 +125,14 @@ class StoredLinear(nn.Linear):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        out = product(input, self.stored_weights["weight"], pieces_of(self, "weight"))
-        return out if self.bias is None else out + self.bias.to(out.dtype)
-
-    stored_weights: dict[str, Stored]
+        stored, pieces = stored_of(self)["weight"], pieces_of(self, "weight")
+        if not torch.is_autocast_enabled(input.device.type):
+            return _product(input, self.bias, stored, pieces)
+        # Casts are outside: no operation within sees autocast then.
+        dtype = torch.get_autocast_dtype(input.device.type)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with torch.autocast(input.device.type, enabled=False):
+            return _product(input.to(dtype), bias, stored, pieces)
 
     @override
     def extra_repr(self) -> str:
@@ -142,29 +149,19 @@ class StoredLinear(nn.Linear):
         return layer.train(self.training)
 
 
-def in_dtype(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``compute(x)``; under autocast in its dtype, which no operation within sees then."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return compute(x)
-    x = x.to(torch.get_autocast_dtype(x.device.type))
-    with torch.autocast(x.device.type, enabled=False):
-        return compute(x)
-
-
-def product(x: Tensor, stored: Stored, pieces: Sequence[Tensor]) -> Tensor:
-    """Return the product of ``x`` with a stored matrix, as ``nn.functional.linear`` without a bias."""
-    return in_dtype(x, lambda x: _Product.apply(x, stored, *pieces))  # type: ignore[no-untyped-call]
+def _product(x: Tensor, bias: Tensor | None, stored: Stored, pieces: Sequence[Tensor]) -> Tensor:
+    return _Product.apply(x, bias, stored, *pieces)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Product(torch.autograd.Function):
-    """The product with a matrix that is opened in the forward, and again in the backward."""
+    """``nn.functional.linear`` with a matrix that is opened in the forward, and again in the backward: its numbers."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, stored: Stored, *pieces: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, stored: Stored, *pieces: Tensor) -> Tensor:
         ctx.stored = stored
         ctx.save_for_backward(*pieces)
-        return functional.linear(x, stored.open(pieces, x.dtype))
+        return functional.linear(x, stored.open(pieces, x.dtype), bias)
 
     @staticmethod
     @override
@@ -172,4 +169,6 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         pieces = ctx.saved_tensors
         (grad,) = grads
-        return grad @ ctx.stored.open(pieces, grad.dtype), None, *(None for _ in pieces)
+        into = grad @ ctx.stored.open(pieces, grad.dtype) if ctx.needs_input_grad[0] else None
+        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return into, of_bias, None, *(None for _ in pieces)

@@ -61,7 +61,7 @@ class MXFP4(StorageForm):
         return ((rows, columns // BLOCK, BLOCK // 2), torch.uint8), ((rows, columns // BLOCK), torch.uint8)
 
     @override
-    def refuses(self, shape: Sequence[int]) -> str:
+    def refuses(self, shape: Sequence[int], dtype: torch.dtype) -> str:
         return f"rows of no multiple of {BLOCK} numbers" if shape[-1] % BLOCK else ""
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lt_offload
 from lt_offload.finetune.module import FineTune, LoraArgs
 from lt_offload.model.blocks import find_blocks
+from lt_offload.model.forms import open_weights
 from scripts.hf import cases
 from scripts.hf.runs import compare
 from tests import sampling
@@ -40,15 +41,36 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"form": "int8", "dtype": torch.bfloat16},
     "fp8": {"form": "fp8"},
     "mxfp4": {"form": "mxfp4", "dtype": torch.bfloat16},
+    "lossless": {"form": "lossless", "dtype": torch.bfloat16},
     "bitsandbytes": {"loaded": True},
     "gpt_oss": {"family": "gpt_oss", "form": "mxfp4", "targets": quantized.TARGETS, "dtype": torch.bfloat16},
     "qwen3_moe": {"family": "qwen3_moe", "targets": quantized.TARGETS},
     "mixtral": {"family": "mixtral", "form": "int8", "targets": quantized.TARGETS[:1]},
-    "olmoe": {"family": "olmoe", "form": "fp8"},
+    "olmoe": {"family": "olmoe", "form": "lossless", "dtype": torch.bfloat16},
 }
-PIECES = {"bias": 6 * 3, "uneven": 7 * 3, "int8": 7, "fp8": 7 * 2, "mxfp4": 7 * 2, "bitsandbytes": 7 * 2}
-PIECES |= {"gpt_oss": 6 * 2, "qwen3_moe": 6 * 3, "mixtral": 6, "olmoe": 6 * 2}
+PIECES = {
+    "bias": 6 * 3,
+    "uneven": 7 * 3,
+    "int8": 7,
+    "fp8": 7 * 2,
+    "mxfp4": 7 * 2,
+    "lossless": 7 * 4,
+    "bitsandbytes": 7 * 2,
+}
+PIECES |= {"gpt_oss": 6 * 2, "qwen3_moe": 6 * 3, "mixtral": 6, "olmoe": 6 * 4}
 """Tensors of bytes in a layer."""
+
+
+def test_on_a_lossless_base_training_is_that_on_bfloat16() -> None:
+    results = []
+    for kind in ("lossless", "bfloat16"):
+        model = quantized.adapted(**KINDS["lossless"])
+        model = model if kind == "lossless" else open_weights(model)
+        results.append(TRIALS["lossless"].run(model, adamw(model)))
+    assert all(torch.equal(*losses) for losses in zip(results[0].losses, results[1].losses, strict=True))
+    expected = dict(results[1].model.named_parameters())
+    trained = [(name, p) for name, p in results[0].model.named_parameters() if p.requires_grad]
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in trained)
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -85,7 +107,7 @@ def test_equals_plain_pytorch(kind: str, budget: str) -> None:
             ("olmoe", "mixed"),
             ("mxfp4", "mixed"),
         ),
-        ("bitsandbytes", "mixed"),
+        *(("bitsandbytes", "mixed"), ("lossless", "recompute")),
     ],
 )
 def test_every_option_with_weights_that_leave_and_come_back_elsewhere(kind: str, option: str) -> None:
