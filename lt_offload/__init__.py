@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from lt_offload.hf.accelerated import accelerated
     from lt_offload.hf.context import hf_trainer
+    from lt_offload.model.forms import open_weights, store_weights
     from lt_offload.model.head import chunked_loss_reference
     from lt_offload.model.parts import micro_batched_reference
     from lt_offload.model.tiles import tile_tokens
@@ -59,10 +60,12 @@ __all__ = [
     "hf_trainer",
     "micro_batched_reference",
     "offloaded",
+    "open_weights",
     "profile",
     "profile_config",
     "simulate",
     "solve",
+    "store_weights",
     "tile_tokens",
 ]
 
@@ -80,10 +83,12 @@ _LAZY = _ERRORS | {
     "hf_trainer": "lt_offload.hf.context",
     "micro_batched_reference": "lt_offload.model.parts",
     "offloaded": "lt_offload.session",
+    "open_weights": "lt_offload.model.forms",
     "profile": "lt_offload.profiling.measure",
     "profile_config": "lt_offload.profiling.from_config",
     "simulate": "lt_offload.plan",
     "solve": "lt_offload.plan",
+    "store_weights": "lt_offload.model.forms",
     "tile_tokens": "lt_offload.model.tiles",
 }
 

@@ -6,8 +6,9 @@ newest. Libraries are imported where they are used: most programs need one of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from operator import attrgetter
 from typing import Any
 
@@ -68,6 +69,11 @@ def is_base(module: Any) -> bool:
     return hasattr(module, "_no_split_modules")
 
 
+def ignored_in_files(model: Any) -> Iterable[str]:
+    """Return regular expressions of names that files may have beside the tensors of ``model``."""
+    return model._keys_to_ignore_on_load_unexpected or ()
+
+
 @contextmanager
 def one_sequence_per_row() -> Iterator[None]:
     """Let models take each row for one sequence; of fake tensors they see no numbers, and would make masks for several.
@@ -97,3 +103,40 @@ def compile_template(text: str) -> Any:
 def items_in_batch(trainer: Any, batches: list[Any], device: Any) -> Any:
     """Return the divisor of the losses of an update, so that a measured step has the loss of a real one."""
     return trainer._get_num_items_in_batch(batches, device)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+_STORED = "lt_offload_stored"
+"""The name under which transformers finds the function of stored experts."""
+_SHARED = "lt_offload_shared_config"
+
+
+def experts_weights(module: Any) -> list[str]:
+    """Return the names of the weights of a module of experts that computes as its configuration says; else none."""
+    # Attributes that the decorator use_experts_implementation gives.
+    if not all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate", "has_bias")):
+        return []
+    return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+
+
+def gated_by(module: Any, hidden: Any) -> Any:
+    """Return what the gate of a module of experts makes of both halves of its first product."""
+    return module._apply_gate(hidden)
+
+
+def use_experts(module: Any, forward: Callable[..., Any]) -> None:
+    """Let a module of experts compute by ``forward``; others with the same configuration go on as before."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(_STORED, forward)
+    if _SHARED not in vars(module):
+        vars(module)[_SHARED] = module.config
+        module.config = copy(module.config)
+        # The setter would go through to configurations that others have, too.
+        module.config._experts_implementation_internal = _STORED
+
+
+def without_experts(module: Any) -> None:
+    """Let a module of experts compute as the configuration of its model says."""
+    module.config = vars(module).pop(_SHARED)

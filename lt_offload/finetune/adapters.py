@@ -34,6 +34,8 @@ class LoraArgs:
         dropout: probability of dropping an adapter's input.
         target_modules: the layers that get one: a list of names, or of ends of names; a regular expression that a
             whole name matches; or ``all-linear``, every one but the output projection.
+        target_parameters: parameters of experts that get one beside these layers, by names or ends of names, e.g.
+            ``[mlp.experts.gate_up_proj, mlp.experts.down_proj]``.
         dora: train the length of each column of the weights, too (DoRA).
         rslora: scale by ``alpha / sqrt(r)``, so that high ranks learn as fast as low ones (rsLoRA).
         modules_to_save: other modules that are trained in full and saved with the adapters, e.g. ``[lm_head]``.
@@ -44,6 +46,7 @@ class LoraArgs:
     alpha: int = 16
     dropout: float = 0.0
     target_modules: list[str] | str = "all-linear"
+    target_parameters: list[str] | None = None
     dora: bool = False
     rslora: bool = False
     modules_to_save: list[str] | None = None
@@ -56,6 +59,7 @@ class LoraArgs:
             "lora_alpha": self.alpha,
             "lora_dropout": self.dropout,
             "target_modules": self.target_modules,
+            "target_parameters": self.target_parameters,
             "use_dora": self.dora,
             "use_rslora": self.rslora,
             "modules_to_save": self.modules_to_save,
@@ -178,6 +182,8 @@ def _adapted(model: nn.Module, config: LoraConfig, what: str) -> nn.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers with a name that is going away
+            # Patterns of parameters, which peft itself makes for fused experts, and looks up among modules.
+            warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match any targeted module")
             warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")  # folders move
             adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     except (ValueError, re.error) as error:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.compat.hugging_face import class_of_model, set_name
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.quantize import Quantize, stored_form
 from lt_offload.finetune.weights.gguf import SMOLLM2, converted, is_gguf, source_of
-from lt_offload.finetune.weights.hub import in_words, lazy_tensors, safetensors_of, without_advice
+from lt_offload.finetune.weights.hub import IN_EIGHT_BITS, in_words, lazy_tensors, safetensors_of, without_advice
+from lt_offload.finetune.weights.stored import read_stored
 from lt_offload.finetune.weights.vocabulary import check_tokens
 from lt_offload.resources import is_dir, is_file, may_be_local, user_path
 
@@ -60,11 +63,13 @@ def load_model(
     attention: Attention | None = None,
     dropout: float | None = None,
     as_stored: bool = False,
+    quantize: Quantize | None = None,
 ) -> PreTrainedModel:
     """Return model ``name`` in host memory, in training mode, with the settings of ``FineTune``.
 
-    With ``as_stored`` pretrained weights have the dtype of their file, so that it may stay where they are. Raises
-    ``ConfigError`` if the model cannot be had.
+    With ``as_stored`` pretrained weights have the dtype of their file, so that it may stay where they are. With
+    ``quantize`` experts, and weights whose files hold pieces, are read into that form. Raises ``ConfigError`` if the
+    model cannot be had.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -98,7 +103,8 @@ def load_model(
     if attention is not None:
         options["attn_implementation"] = attention
     with in_words(name):
-        model = (
+        stored = None if quantize is None or init == "random" else _stored(name, config, options, quantize, dtype)
+        model = stored or (
             auto.from_config(config, **options) if init == "random" else _pretrained(name, config, options, as_stored)
         )
     result: PreTrainedModel = model.train()
@@ -127,11 +133,42 @@ def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as
                 if not tensor.untyped_storage().resizable():  # pages of the file
                     tensor.data = tensor.data.clone()
     _check_complete(name, report)
+    result: PreTrainedModel = _named(model, name)
+    return result
+
+
+def _stored(
+    name: str, config: PreTrainedConfig, options: dict[str, Any], quantize: Quantize, dtype: Dtype
+) -> PreTrainedModel | None:
+    """Return the model with weights that its files hold as pieces, or that are stored as they are read; None: others.
+
+    Experts are read one by one: transformers would have all of a layer in memory as they are in the files.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    shipped, files = stored_form(config), safetensors_of(locate(name))
+    if shipped == "nf4" or not files:
+        return None
+    kept = {key: value for key, value in options.items() if key == "attn_implementation"}
+    empty: Any = import_module("accelerate")  # peft, which stored weights are trained with, needs it
+    with empty.init_empty_weights():
+        model: Any = auto.from_config(config, dtype=getattr(torch, dtype), **kept)
+    tensors = lazy_tensors(files, kinds=IN_EIGHT_BITS)
+    if not read_stored(model, tensors, quantize, getattr(torch, dtype), shipped=shipped is not None):
+        return None
+    model.tie_weights()
+    result: PreTrainedModel = _named(model, name)
+    return result
+
+
+def _named(model: Any, name: str) -> Any:
+    """Return ``model``, read from files, with its name and its settings for generation."""
     model.name_or_path = shown_name(name)
     set_name(model.config, model.name_or_path)
     add_generation_config(model, name)
-    result: PreTrainedModel = model
-    return result
+    return model
 
 
 def shown_name(name: str) -> str:

@@ -65,9 +65,9 @@ _OPTIMIZER = "optimizer_settings"
 _KERNELS = "kernels"
 """The key of the kernels of layers, where they were not transformers' own."""
 
-NO_PACKED_DORA = (
-    "model.quantize=nf4 is not offered with DoRA, which reads the norms of the weights under the adapters in every "
-    "forward, for which they would be unpacked twice; set model.lora.dora=false, or model.quantize=null"
+NO_STORED_DORA = (
+    "model.quantize={} is not offered with DoRA, which reads the norms of the weights under the adapters in every "
+    "forward, for which they would be opened twice; set model.lora.dora=false, or model.quantize=null"
 )
 
 
@@ -89,8 +89,10 @@ class FineTune(LightningModule):
             save less for the backward: the numbers of the model that has them; ``auto``: if they are installed, and
             there are some for the model and the GPU; null: as transformers computes.
         lora: adapters to train instead of the model; null trains everything.
-        quantize: ``nf4`` keeps the layers under the adapters in four bits (QLoRA, with bitsandbytes), unpacked to
-            ``dtype`` where they compute; null keeps them in ``dtype``.
+        quantize: keeps the weights under the adapters in fewer bits, opened to ``dtype`` where they compute: ``nf4``
+            (four bits, QLoRA, with bitsandbytes), ``mxfp4`` (four bits, as gpt-oss is stored), ``fp8`` (eight bits by
+            squares, as DeepSeek and Qwen are), ``int8`` (a scale per row) or ``lossless`` (bfloat16 in 11.3 bits, with
+            the same numbers); null keeps them in ``dtype``.
         adapter: folder with adapters in peft's format to train on, instead of new ones (``lora``).
         freeze: parameters that are not trained: names of parameters or of modules that they are in, with ``*`` for
             anything, or regular expressions that whole names match.
@@ -162,8 +164,8 @@ class FineTune(LightningModule):
         check_adapters(lora, adapter, {"freeze": freeze, "train_only": train_only})
         check_tokens(new_tokens or ())
         if quantize is not None and lora is not None and lora.dora:
-            raise ConfigError(NO_PACKED_DORA)
-        check_quantize(quantize, lora=adapter if lora is None else lora, compiled=compile_blocks)
+            raise ConfigError(NO_STORED_DORA.format(quantize))
+        check_quantize(quantize, lora=adapter if lora is None else lora, compiled=compile_blocks, dtype=dtype)
         layers.check_kernels(kernels, compiled=compile_blocks)
         check_precision(
             optimizer, dtype, adapted=lora is not None or adapter is not None, master_weights=master_weights,
@@ -289,6 +291,7 @@ class FineTune(LightningModule):
             attention=self.attention,
             dropout=self.dropout,
             as_stored=self.quantize is not None,
+            quantize=self.quantize,
         )
         self._grow(model, init)
         trainer = trainer_of(self)
@@ -300,7 +303,7 @@ class FineTune(LightningModule):
             if functions is not None:
                 layers.use_functions(model, functions)
         if self.quantize is not None:
-            model = quantized(model, getattr(torch, self.model_dtype))
+            model = quantized(model, getattr(torch, self.model_dtype), self.quantize)
         model = self._adapt(model)
         if self.compile_blocks:
             layers.compile_layers(model)
@@ -335,7 +338,7 @@ class FineTune(LightningModule):
         if self.adapter is not None:
             saved = SavedAdapters.read(self.adapter)
             if self.quantize is not None and saved.config.use_dora:
-                raise ConfigError(NO_PACKED_DORA)
+                raise ConfigError(NO_STORED_DORA.format(self.quantize))
             held = [name for name in names_of_embeddings(model) if saved.holds(name)]
             self._tell_untrained(
                 model, held, f"model.adapter={self.adapter!r} brings none; make new adapters instead, with"

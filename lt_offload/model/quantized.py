@@ -9,22 +9,14 @@ the weights, and stay on the device with what else lies outside the blocks.
 from __future__ import annotations
 
 import functools
-import importlib
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lt_offload.compat.torch import parameters_of
-from lt_offload.errors import ConfigError
-
-BLOCK = 64
-"""Numbers that share a scale."""
-SCALES = 256
-"""Scales that share a scale."""
 
 NamedTensor = tuple[str, nn.Parameter]
 
@@ -122,38 +114,6 @@ def _save_weights() -> None:
     functions.MatMul4Bit = MatMul4Bit
 
 
-def check_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Return the layers of ``model`` that become layers of four bits.
-
-    Not those with rows that are no multiple of a block (a vision tower's): some of bitsandbytes' products refuse them.
-    """
-    layers = [(name, layer) for name, layer in _linear(model) if not layer.in_features % BLOCK]
-    outside = {id(parameter) for parameter in _kept(model)} | {id(layer.weight) for _, layer in layers}
-    others = [
-        (name, p) for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outside and not is_packed(p)
-    ]
-    # Twice the packed ones: a byte has two numbers.
-    done = sum(layer.weight.numel() for _, layer in layers) + sum(2 * m.weight.numel() for _, m in packed_layers(model))
-    if sum(p.numel() for _, p in others) >= done:
-        name, largest = max(others, key=lambda item: item[1].numel(), default=("none", None))
-        kind = type(model.get_submodule(name.rpartition(".")[0])).__name__ if largest is not None else "nothing"
-        raise ConfigError(
-            f"quantize='nf4': most weights of {type(model).__name__} are no nn.Linear whose rows are a multiple of "
-            f"{BLOCK} numbers, which share a scale (the largest, {name}, is in a {kind}); set it to null, or use a "
-            "model whose layers are"
-        )
-    return layers
-
-
-def empty_layer(layer: nn.Linear, dtype: torch.dtype) -> Any:
-    """Return a layer of four bits of the size of ``layer``, with a weight that is yet to be given."""
-    layer_class = bitsandbytes().nn.Linear4bit
-    with torch.device("meta"):
-        return layer_class(
-            layer.in_features, layer.out_features, layer.bias is not None, compute_dtype=dtype, quant_type="nf4"
-        )
-
-
 def _heed_autocast() -> None:
     """Let a layer of four bits compute in the dtype of ``torch.autocast`` before it calls bitsandbytes.
 
@@ -164,7 +124,7 @@ def _heed_autocast() -> None:
     layer: Any = None if modules is None else modules.Linear4bit
     if layer is None or hasattr(layer, "heeds_autocast"):
         return
-    plain, package = layer.forward, bitsandbytes()
+    plain, package = layer.forward, sys.modules["bitsandbytes"]
 
     @functools.wraps(plain)
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -181,55 +141,6 @@ def _heed_autocast() -> None:
     layer.forward, layer.heeds_autocast = forward, True
 
 
-def without_memory(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Let the layers of ``model``, which is on the meta device, have weights of four bits there; return it."""
-    bnb = bitsandbytes()
-    for name, layer in check_layers(model):
-        numbers, new = layer.weight.numel(), empty_layer(layer, dtype)
-        with torch.device("meta"):
-            scales = torch.empty(-(-numbers // BLOCK), dtype=torch.uint8)
-            nested = bnb.functional.QuantState(
-                torch.empty(-(-scales.numel() // SCALES)), code=torch.empty(256), blocksize=SCALES, dtype=torch.float32
-            )
-            state = bnb.functional.QuantState(
-                scales,
-                shape=layer.weight.shape,
-                code=torch.empty(16),
-                blocksize=BLOCK,
-                quant_type="nf4",
-                dtype=dtype,
-                offset=torch.empty(()),
-                state2=nested,
-            )
-            packed = torch.empty((numbers + 1) // 2, 1, dtype=torch.uint8)
-        new.weight = bnb.nn.Params4bit(packed, quant_state=state, quant_type="nf4", bnb_quantized=True, module=new)
-        new.quant_state = state
-        new.bias = layer.bias
-        model.set_submodule(name, new.train(layer.training))
-    # What peft asks before it makes layers for adapters.
-    model.is_loaded_in_4bit = True  # type: ignore[assignment]
-    return model
-
-
-def replace_tables(state: Any, by: Callable[[Tensor], Any]) -> None:
-    """Let every tensor of the quantisation state ``state`` be what ``by`` returns for it."""
-    state.absmax, state.code = by(state.absmax), by(state.code)
-    if state.nested:
-        state.offset, state.state2.absmax, state.state2.code = map(
-            by, (state.offset, state.state2.absmax, state.state2.code)
-        )
-
-
-def bitsandbytes() -> Any:
-    """Return the package."""
-    # It says at warning level which CPU kernels are not installed; ours are few and are not these.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    try:
-        return importlib.import_module("bitsandbytes")
-    except ImportError:
-        raise ConfigError("quantize='nf4' needs the package bitsandbytes: pip install bitsandbytes") from None
-
-
 def is_packed(parameter: object) -> bool:
     """Return whether ``parameter`` is a weight of four bits."""
     return getattr(parameter, "quant_state", None) is not None
@@ -239,27 +150,4 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the layers of four bits in ``model``, by name."""
     for name, module in model.named_modules():
         if is_packed(parameters_of(module).get("weight")):
-            yield name, module
-
-
-def _kept(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of embeddings and of the output projection."""
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
-        layer = getattr(model, getter, lambda: None)()
-        if isinstance(layer, nn.Module):
-            yield from layer.parameters()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            yield from module.parameters()
-
-
-def uneven_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the layers of ``model`` that stay as they are for their rows, by name."""
-    yield from ((name, layer) for name, layer in _linear(model) if layer.in_features % BLOCK)
-
-
-def _linear(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    kept = {id(parameter) for parameter in _kept(model)}
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and id(module.weight) not in kept:
             yield name, module

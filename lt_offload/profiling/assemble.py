@@ -20,7 +20,7 @@ from lt_offload.model.compiled import kernels_of
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.location import staged
 from lt_offload.model.parts import extent
-from lt_offload.model.quantized import packed_layers, tensors_of
+from lt_offload.model.quantized import is_packed, tensors_of
 from lt_offload.model.state.hooks import silenced
 from lt_offload.model.tiles import tokens_of
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss
@@ -320,8 +320,8 @@ def _tensor_profiles(
 
 def _main_dtype(model: nn.Module) -> str:
     totals: dict[torch.dtype, int] = {}
-    # Packed numbers are stored as bytes, which is no dtype that anything is computed in.
-    packed = {id(layer.weight) for _, layer in packed_layers(model)}
-    for parameter in (parameter for parameter in model.parameters() if id(parameter) not in packed):
-        totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel()
+    # Packed numbers and pieces of stored weights are bytes, which is no dtype that anything is computed in.
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not is_packed(parameter):
+            totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel()
     return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from lt_offload.model.forms.layer import pieces_of, stored_of
+
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Entries of a model's configuration that say that a token meets only some of the weights."""
 
@@ -63,8 +65,10 @@ def product_flops_per_token(model: nn.Module) -> float | None:
             users[id(parameter)] += 1
             if isinstance(module, nn.Embedding):
                 tables.add(id(parameter))
-    total = 0.0
-    for parameter in model.parameters():
+    stored = [(module, name, one) for module in model.modules() for name, one in stored_of(module).items()]
+    total = 4.0 * sum(math.prod(one.shape) for _, _, one in stored)
+    pieces = {id(piece) for module, name, _ in stored for piece in pieces_of(module, name)}
+    for parameter in (parameter for parameter in model.parameters() if id(parameter) not in pieces):
         shape = getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape)
         # A tied table is the head's matrix, too: left out, the head's product would not count.
         if len(shape) < 2 or (id(parameter) in tables and users[id(parameter)] == 1):

@@ -22,7 +22,7 @@ from lt_offload.compat.torch import (
 )
 from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account, tensors_in, workspace
-from lt_offload.machine.dispatch import OperationMode
+from lt_offload.machine.dispatch import OperationMode, repeats
 from lt_offload.machine.driver import occupy
 from lt_offload.schema.profile import HardwareProfile
 
@@ -153,7 +153,7 @@ class Roofline(OperationMode):
         """Run the operation (on fake tensors: only its shapes) and count it."""
         out = _result(func, args, kwargs or {})
         read = list(tensors_in((args, kwargs or {})))
-        written = _written(func, read, out)
+        written = _written(func, args, read, out)
         # A view costs nothing: no kernel runs for it.
         if written:
             if func in _GATHERS:  # reads as many rows of its table as it returns
@@ -169,10 +169,11 @@ class Roofline(OperationMode):
             if func in _IS_CAUSAL:
                 work *= self._shown(func, args, kwargs or {})
             work /= self._rate(read)
-            self.traffic += traffic
+            runs = repeats()
+            self.traffic += traffic * runs
             # Arithmetic and memory work at the same time: the slower of them tells.
-            self._seconds += max(work, traffic / self._memory_rate)
-            self._launch_s += LAUNCH_SECONDS
+            self._seconds += max(work, traffic / self._memory_rate) * runs
+            self._launch_s += LAUNCH_SECONDS * runs
         return out
 
     lags = False
@@ -239,11 +240,15 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return left.new_empty((*parts, left.shape[-2], right.shape[-1]), dtype=kwargs.get("out_dtype") or left.dtype)
 
 
-def _written(func: Any, read: list[Tensor], out: Any) -> list[Tensor]:
+def _written(func: Any, args: tuple[Any, ...], read: list[Tensor], out: Any) -> list[Tensor]:
     """Return the tensors that an operation writes; none if its results are views of its arguments."""
     results = list(tensors_in(out))
-    if schema_of(func).is_mutable:
-        return results or read
+    schema = schema_of(func)
+    if schema.is_mutable:
+        given = zip(schema.arguments, args, strict=False)
+        return results or [
+            *tensors_in([value for kind, value in given if kind.alias_info and kind.alias_info.is_write])
+        ]
     known = {address_of(tensor.untyped_storage()) for tensor in read}
     return [tensor for tensor in results if address_of(tensor.untyped_storage()) not in known]
 

@@ -33,10 +33,12 @@ PUBLIC = [
     "hf_trainer",
     "micro_batched_reference",
     "offloaded",
+    "open_weights",
     "profile",
     "profile_config",
     "simulate",
     "solve",
+    "store_weights",
     "tile_tokens",
 ]
 

@@ -20,13 +20,12 @@ from lt_offload.compat.hugging_face import set_name, untie
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.module import FineTune
-from lt_offload.finetune.quantize import dequantized
 from lt_offload.finetune.unused import refuse_unused
 from lt_offload.finetune.weights.gguf import Bits, check_writable, write_gguf
 from lt_offload.finetune.weights.hub import is_full
 from lt_offload.finetune.weights.left_out import KEY
 from lt_offload.finetune.weights.vocabulary import has_grown, names_of_embeddings
-from lt_offload.model.quantized import packed_layers
+from lt_offload.model.forms import is_stored, open_weights
 from lt_offload.replacing import replacing
 from lt_offload.resources import user_path
 from lt_offload.strategy.checkpoint import files as checkpoint
@@ -105,7 +104,7 @@ def export(
         model = app.model.build()
     elif app.model.quantize is None and KEY not in content:
         model = _of_checkpoint(app.model, content)
-    else:  # layers of four bits take their scales out of the state themselves
+    else:
         app.model.configure_model()
         app.model.on_load_checkpoint(content)
         app.model.load_state_dict(content["state_dict"])
@@ -157,7 +156,7 @@ def write(
     """Write ``model``, with its adapters merged, or its adapters alone, and ``tokenizer``, and return their path.
 
     The settings are the flags of the verb. The weights of ``model``, a Hugging Face model, must be
-    complete on the host; a base of four bits is written as what it stands for, in the dtype of the model. Answers end
+    complete on the host; a stored base is written as what it stands for, in the dtype of the model. Answers end
     at ``ends``, too: the generation settings of a whole model's folder say so, so that other programs stop there.
     Raises ``ConfigError`` if there is something already, or it cannot be written in this format.
     """
@@ -175,9 +174,9 @@ def write(
     if format == "gguf":
         check_writable(load.base_of(whole).config, tokenizer)
     with _to_generate(whole, ends):
-        # This comes before adapters are merged: a merge into four bits would round away most of what was learned.
-        if any(True for _ in packed_layers(whole)):
-            whole = dequantized(whole)
+        # This comes before adapters are merged, which have to be added to numbers that are open.
+        if is_stored(whole):
+            whole = open_weights(whole)
         if hasattr(whole, "merge_and_unload"):
             whole = whole.merge_and_unload()
         output, inputs = whole.get_output_embeddings(), whole.get_input_embeddings()

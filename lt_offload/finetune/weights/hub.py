@@ -19,6 +19,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
+IN_EIGHT_BITS = (*_OF_WEIGHTS, "F8_E4M3")
+"""Dtypes of weights in files, and those that may beside scales."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "ConnectTimeout"}
 
@@ -137,13 +139,13 @@ def _file(where: str, name: str) -> Path | None:
     return None if path is None else Path(path)
 
 
-def lazy_tensors(files: Sequence[Path]) -> dict[str, Any]:
+def lazy_tensors(files: Sequence[Path], *, kinds: Sequence[str] = _OF_WEIGHTS) -> dict[str, Any]:
     """Return all tensors of safetensors ``files`` by name, each to be read by ``[...]`` into memory of its own.
 
     transformers itself maps such files into memory, and lets weights be pages of them where the dtype is the same. That
     costs all of its time later, page by page, where a profile measures; the pages count as free memory although weights
     that are trained take them; and a file that somebody writes to changes the model. Raises ``ConfigError`` if a file
-    is damaged or cut short, or holds weights that are no floating-point numbers.
+    is damaged or cut short, or holds weights that are of none of ``kinds``.
     """
     tensors: dict[str, Any] = {}
     for path in files:
@@ -155,9 +157,9 @@ def lazy_tensors(files: Sequence[Path]) -> dict[str, Any]:
             ) from None
         of_file = {name: file.get_slice(name) for name in file.offset_keys()}
         for name, one in of_file.items():
-            if name.endswith(".weight") and (kind := one.get_dtype()) not in _OF_WEIGHTS:
+            if name.endswith(".weight") and (kind := one.get_dtype()) not in kinds:
                 raise ConfigError(
-                    f"{path}: {name} is of dtype {kind}, not one of {', '.join(_OF_WEIGHTS)}; give the model that this "
+                    f"{path}: {name} is of dtype {kind}, not one of {', '.join(kinds)}; give the model that this "
                     "one was quantized from"
                 )
         tensors |= of_file

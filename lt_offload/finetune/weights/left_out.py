@@ -25,7 +25,7 @@ _PREFIX = "model."
 _SAMPLES = 64
 
 Description = tuple[str, tuple[int, ...], str | None]
-"""Dtype, shape and digest; None: numbers of four bits, which are not compared."""
+"""Dtype, shape and digest; None: pieces of stored weights, which a GPU may have rounded in another way."""
 
 
 def describe(tensor: Tensor) -> Description:
@@ -81,7 +81,7 @@ def leave_out(
     out = {key: mine for key, mine in base.items() if key in frozen and key in state and describe(state[key]) == mine}
     if not out:
         return
-    for key in [key for key in state if _belongs(key, out)]:
+    for key in out:
         del state[key]
     checkpoint[KEY] = {"model": name, "tensors": out}
 
@@ -120,13 +120,7 @@ def take_up(checkpoint: Mapping[str, Any], model: nn.Module, *, name: str) -> Mu
             )
         if digest != my_digest:
             raise ConfigError(f"{has}; {key} has other numbers there than in model.name={name!r}; {another}")
-    missing = {key: tensor for key, tensor in mine.items() if key not in state and _belongs(key, tensors)}
+    missing = {key: tensor for key, tensor in mine.items() if key not in state and key in tensors}
     whole = copy(state)  # with its attributes, which torch reads
     whole.update(missing)
     return whole
-
-
-def _belongs(key: str, tensors: Mapping[str, Any]) -> bool:
-    """Return whether ``key`` names one of ``tensors``, or the scales of one in four bits."""
-    parts = key.split(".")
-    return any(".".join(parts[:n]) in tensors for n in range(1, len(parts) + 1))

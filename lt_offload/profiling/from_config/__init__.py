@@ -25,7 +25,7 @@ from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of, r
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.model import tiles
 from lt_offload.model.blocks import find_blocks
-from lt_offload.model.quantized import is_packed, replace_tables, without_memory
+from lt_offload.model.forms import form_named, store_weights
 from lt_offload.profiling.assemble import assemble
 from lt_offload.profiling.from_config.compiled import compile_planned
 from lt_offload.profiling.hardware import load_hardware
@@ -82,8 +82,8 @@ def profile_config(
             bfloat16 weights, or what makes one from a list of parameters.
         lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8, "target_modules": "all-linear"}``; None: all parameters
             are trained.
-        quantize: ``"nf4"`` for layers of four bits that are not trained (bitsandbytes), under ``lora``; None: all
-            weights are of ``dtype``.
+        quantize: storage form of the weights under ``lora``, as of :func:`lt_offload.store_weights`; None: all weights
+            are of ``dtype``.
         padding: whether batches are padded, so that attention gets a mask.
         packing: whether sequences hold several documents, which positions that begin again tell apart, so that
             attention gets a mask of all pairs of tokens.
@@ -107,12 +107,10 @@ def profile_config(
         if name is not None and name not in machine.flops_per_s:
             known = ", ".join(machine.flops_per_s)
             raise ConfigError(f"{setting}={name!r}: {machine.name} has figures for {known} only")
-    if quantize not in (None, "nf4"):
-        raise ConfigError(f"quantize={quantize!r} is not known; use 'nf4', or leave it unset")
+    if quantize is not None:
+        form_named(quantize)
     if quantize is not None and lora is None and prepare is None:
-        raise ConfigError(
-            f"quantize={quantize!r} needs lora, e.g. {{'r': 8}}, as weights of four bits are never trained"
-        )
+        raise ConfigError(f"quantize={quantize!r} needs lora, e.g. {{'r': 8}}, as stored weights are never trained")
     factory = OPTIMIZERS.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
     if factory is None:
         raise ConfigError(f"optimizer={optimizer!r} is not known by name; known are {', '.join(OPTIMIZERS)}")
@@ -121,7 +119,7 @@ def profile_config(
     if longest is not None and 0 < longest < sequence_length:  # XLNet has -1: any length
         raise ConfigError(f"sequence_length={sequence_length} is longer than the model's {longest} positions")
     say("building the model without weights")
-    model = _build(model_config, getattr(torch, dtype), lora, prepare, quantize=quantize is not None)
+    model = _build(model_config, getattr(torch, dtype), lora, prepare, quantize)
     with FakeTensorMode(), ExitStack() as stack:
         _make_fake(model)
         structure = find_blocks(model, blocks)
@@ -220,8 +218,7 @@ def _build(
     dtype: torch.dtype,
     lora: Mapping[str, Any] | None,
     prepare: Callable[[nn.Module], nn.Module] | None,
-    *,
-    quantize: bool,
+    quantize: str | None,
 ) -> nn.Module:
     """Return the model in training mode, without memory for its tensors."""
     from transformers import AutoModelForCausalLM
@@ -234,8 +231,8 @@ def _build(
             if not is_known(auto, config) and hasattr(config, "auto_map"):
                 raise has_own_code(f"a model of type {config.model_type!r}") from None
             raise
-        if quantize:
-            model = without_memory(model, dtype)
+        if quantize is not None:
+            store_weights(model, quantize)
         if lora is not None:
             model = _with_lora(model, lora)
         if prepare is not None:
@@ -250,6 +247,7 @@ def _with_lora(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
         raise ConfigError(f"lora={dict(arguments)!r} needs the package peft: pip install peft") from None
     with warnings.catch_warnings():  # peft asks transformers with a name that is going away
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match any targeted module")
         try:
             adapted: nn.Module = get_peft_model(model, LoraConfig(**arguments), low_cpu_mem_usage=True)
         except ValueError as error:  # no layer has one of the names
@@ -266,10 +264,7 @@ def _make_fake(model: nn.Module) -> None:
                 if id(parameter) not in made:
                     empty = torch.empty(parameter.shape, dtype=parameter.dtype)
                     # By identity, so that tied weights stay tied: a profile counts them once.
-                    made[id(parameter)] = fake = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                    if is_packed(parameter):
-                        fake.quant_state = state = parameter.quant_state  # type: ignore[attr-defined]
-                        replace_tables(state, partial(_fake, made))
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 parameters_of(module)[name] = made[id(parameter)]
         for name, buffer in buffers_of(module).items():
             if buffer is not None:

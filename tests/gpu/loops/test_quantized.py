@@ -1,4 +1,4 @@
-"""Adapters on layers of four bits (QLoRA), and optimizers with states of eight, in loops of one's own."""
+"""Adapters on stored weights, those of experts among them, and optimizers with states of eight bits."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ class Quantized(Bench):
 
     def fresh(self, on_device: bool = False, eight_bits: str = "", **options: Any) -> tuple[nn.Module, Optimizer]:  # type: ignore[override]
         sizes: dict[str, Any] = {"layers": 4, "hidden_size": 256, "intermediate_size": 768}
+        if "family" in options:
+            sizes = {"num_hidden_layers": 4, "hidden_size": 256, "moe_intermediate_size": 64}
         model = models.build(**sizes) if eight_bits else quantized.adapted(**sizes, **options)
         model = model.to(self.device) if on_device else model
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -53,6 +55,15 @@ def quantised(bench: Bench) -> Quantized:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adapters_on_four_bits(dtype: torch.dtype, way: str, quantised: Quantized) -> None:
     assert quantised.compare(way, plain_steps, dtype=dtype, lora_dropout=0.1) == []
+
+
+@in_both_ways
+@pytest.mark.parametrize("form", ["int8", "fp8", "mxfp4"])
+def test_adapters_of_experts_in_a_form(form: str, way: str, quantised: Quantized) -> None:
+    targets = quantized.TARGETS
+    assert (
+        quantised.compare(way, plain_steps, family="qwen3_moe", form=form, dtype=torch.bfloat16, targets=targets) == []
+    )
 
 
 def clipped_steps(here: Here) -> list[torch.Tensor]:

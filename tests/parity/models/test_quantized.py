@@ -1,4 +1,4 @@
-"""Layers of four bits under adapters train exactly as in plain PyTorch, wherever their weights are."""
+"""Adapters on stored weights train exactly as in plain PyTorch, wherever their weights are."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 import lt_offload
 from lt_offload.finetune.module import FineTune, LoraArgs
 from lt_offload.model.blocks import find_blocks
+from lt_offload.model.forms import open_weights
+from scripts.hf import cases
+from scripts.hf.runs import compare
 from tests import sampling
 from tests.parity.models import quantized
 from tests.support import models, plans, tiny
@@ -35,7 +38,39 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropout": {"lora_dropout": 0.3},
     "bias": {"family": "phi", "dropout": 0.1},
     "uneven": {"intermediate_size": 96},
+    "int8": {"form": "int8", "dtype": torch.bfloat16},
+    "fp8": {"form": "fp8"},
+    "mxfp4": {"form": "mxfp4", "dtype": torch.bfloat16},
+    "lossless": {"form": "lossless", "dtype": torch.bfloat16},
+    "bitsandbytes": {"loaded": True},
+    "gpt_oss": {"family": "gpt_oss", "form": "mxfp4", "targets": quantized.TARGETS, "dtype": torch.bfloat16},
+    "qwen3_moe": {"family": "qwen3_moe", "targets": quantized.TARGETS},
+    "mixtral": {"family": "mixtral", "form": "int8", "targets": quantized.TARGETS[:1]},
+    "olmoe": {"family": "olmoe", "form": "lossless", "dtype": torch.bfloat16},
 }
+PIECES = {
+    "bias": 6 * 3,
+    "uneven": 7 * 3,
+    "int8": 7,
+    "fp8": 7 * 2,
+    "mxfp4": 7 * 2,
+    "lossless": 7 * 4,
+    "bitsandbytes": 7 * 2,
+}
+PIECES |= {"gpt_oss": 6 * 2, "qwen3_moe": 6 * 3, "mixtral": 6, "olmoe": 6 * 4}
+"""Tensors of bytes in a layer."""
+
+
+def test_on_a_lossless_base_training_is_that_on_bfloat16() -> None:
+    results = []
+    for kind in ("lossless", "bfloat16"):
+        model = quantized.adapted(**KINDS["lossless"])
+        model = model if kind == "lossless" else open_weights(model)
+        results.append(TRIALS["lossless"].run(model, adamw(model)))
+    assert all(torch.equal(*losses) for losses in zip(results[0].losses, results[1].losses, strict=True))
+    expected = dict(results[1].model.named_parameters())
+    trained = [(name, p) for name, p in results[0].model.named_parameters() if p.requires_grad]
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in trained)
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -51,7 +86,7 @@ def test_equals_plain_pytorch(kind: str, budget: str) -> None:
     trial = TRIALS[kind]
     plan = trial.planned(budget)
     packed = {i for i, tensor in enumerate(trial.profile.tensors) if tensor.dtype == "uint8"}
-    assert len(packed) == {"bias": 2 * 6 * 2, "uneven": 2 * 6 * 2}.get(kind, 2 * 7 * 2)
+    assert len(packed) == 2 * PIECES.get(kind, 7 * 3)
     fetched = {t for op in plan.ops if op.kind == "prefetch" for t in plan.tensors(op)}
     if budget != "middle":
         assert bool(packed & fetched) == (budget != "resident")
@@ -62,7 +97,18 @@ def test_equals_plain_pytorch(kind: str, budget: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "option"), [("float32", "keep"), ("bias", "recompute"), ("bfloat16", "offload"), ("dropout", "mixed")]
+    ("kind", "option"),
+    [
+        *(("float32", "keep"), ("bias", "recompute"), ("bfloat16", "offload"), ("dropout", "mixed")),
+        *(
+            ("qwen3_moe", "keep"),
+            ("gpt_oss", "recompute"),
+            ("mixtral", "offload"),
+            ("olmoe", "mixed"),
+            ("mxfp4", "mixed"),
+        ),
+        *(("bitsandbytes", "mixed"), ("lossless", "recompute")),
+    ],
 )
 def test_every_option_with_weights_that_leave_and_come_back_elsewhere(kind: str, option: str) -> None:
     model = TRIALS[kind].model()
@@ -86,19 +132,28 @@ class Recorded(FineTune):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.model(tmp_path_factory.mktemp("model"), **quantized.SIZES)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {"llama": tiny.model(tmp_path_factory.mktemp("llama"), **quantized.SIZES)}
+    for family in ("qwen3_moe", "mixtral"):
+        folder = tiny.tokenizer(tmp_path_factory.mktemp(family))
+        torch.manual_seed(0)
+        quantized.experts(family, vocab_size=259).save_pretrained(folder)  # type: ignore[operator]
+        made[family] = folder
+    return made
+
+
+FORMS = {"llama": "nf4", "qwen3_moe": "mxfp4", "mixtral": "int8"}
 
 
 def fit(
-    folder: Path, strategy: Any, where: Path, *, steps: int = 4, ckpt: Path | None = None, **settings: Any
+    folder: Path, strategy: Any, where: Path, *, form: Any, steps: int = 4, ckpt: Path | None = None, **settings: Any
 ) -> Result:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     quiet |= {"accelerator": "cpu", "max_epochs": -1, "num_sanity_val_steps": 0, "val_check_interval": 2}
     saving = ModelCheckpoint(dirpath=where, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     trainer = L.Trainer(strategy=strategy, max_steps=steps, callbacks=[saving], **quiet | settings)
     seed()
-    module = Recorded(str(folder), quantize="nf4", lora=LoraArgs(r=2), lr=1e-2)
+    module = Recorded(str(folder), quantize=form, lora=LoraArgs(r=2), lr=1e-2)
     made = [models.batch(nn.Linear(1, 1), seed=i) for i in range(8)]
     loaders = torch.utils.data.DataLoader(made, batch_size=None), torch.utils.data.DataLoader(made[:2], batch_size=None)
     trainer.fit(module, *loaders, ckpt_path=ckpt)
@@ -109,21 +164,46 @@ def fit(
 
 
 @pytest.mark.parametrize(
-    ("memory", "settings"),
+    ("family", "memory", "settings"),
     [
-        ("400KB", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
-        ("400KB", {"precision": "bf16-mixed"}),
-        ("10MB", {}),
+        ("llama", "400KB", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        ("llama", "400KB", {"precision": "bf16-mixed"}),
+        ("llama", "10MB", {}),
+        ("qwen3_moe", "600KB", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        ("mixtral", "1MB", {"precision": "bf16-mixed"}),
     ],
     ids=str,
 )
-def test_fine_tuning_under_a_trainer(folder: Path, tmp_path: Path, settings: dict[str, Any], memory: str) -> None:
-    expected = fit(folder, "auto", tmp_path / "plain", **settings)
-    found = fit(folder, lt_offload.OffmateStrategy(memory=memory), tmp_path / "ours", **settings)
+def test_fine_tuning_under_a_trainer(
+    family: str, folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any], memory: str
+) -> None:
+    folder, form = folders[family], FORMS[family]
+    expected = fit(folder, "auto", tmp_path / "plain", form=form, **settings)
+    found = fit(folder, lt_offload.OffmateStrategy(memory=memory), tmp_path / "ours", form=form, **settings)
     assert differences(expected, found) == []
     if "accumulate_grad_batches" not in settings:
         return
     resumed = lt_offload.OffmateStrategy(memory=memory)
-    again = fit(folder, resumed, tmp_path / "ours", ckpt=tmp_path / "ours" / "step=2.ckpt", **settings)
+    last = tmp_path / "ours" / "step=2.ckpt"
+    again = fit(folder, resumed, tmp_path / "ours", form=form, ckpt=last, **settings)
     assert len(again.losses) < len(expected.losses)
     assert differences(replace(expected, losses=expected.losses[-len(again.losses) :]), again) == []
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "gpt_oss"])
+def test_blocks_that_take_a_batch_in_parts(kind: str) -> None:
+    trial = Trial(partial(quantized.adapted, **KINDS[kind]), rows, adamw)
+    model = trial.model()
+    with lt_offload.micro_batched_reference(model, 2):
+        expected = trial.run(model, trial.optimizer(model))
+    memory = 1_000_000
+    assert differences(expected, trial.offloaded(memory=memory, micro_batches=2)) == []
+
+
+@pytest.mark.parametrize("kind", ["fp8", "qwen3_moe"])
+def test_the_trainer_of_transformers(kind: str, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return quantized.adapted(**KINDS[kind])
+
+    _, differs = compare(cases.plain(model, gradient_accumulation_steps=2), "tight", tmp_path)
+    assert differs == []

@@ -10,7 +10,7 @@ import torch
 from lt_offload.cli.main import main
 from lt_offload.finetune import load
 from lt_offload.finetune.module import FineTune, LoraArgs
-from lt_offload.finetune.quantize import dequantized
+from lt_offload.model.forms import open_weights
 from lt_offload.schema.plan import Plan
 from tests.parity.models import quantized
 from tests.support import tiny
@@ -45,7 +45,7 @@ def test_a_merged_folder_has_what_four_bits_stand_for(recipe: str) -> None:
     assert main(["export", recipe, *FLAGS, "--output", "merged"]) == 0
     torch.manual_seed(0)
     module = FineTune("model", dtype="bfloat16", quantize="nf4", lora=LoraArgs(r=2))
-    expected = dequantized(module.build()).merge_and_unload()  # type: ignore[operator]
+    expected = open_weights(module.build()).merge_and_unload()  # type: ignore[operator]
     found = load.load_model("merged", dtype="bfloat16")
     for name, parameter in expected.named_parameters():  # new adapters add nothing
         assert torch.equal(found.get_parameter(name), parameter)

@@ -152,9 +152,9 @@ def test_the_first_error_is_told_if_every_method_fails(
 
 
 def test_a_method_that_is_impossible_is_not_called_too_large(capsys: pytest.CaptureFixture[str]) -> None:
-    name = described(model_type="mixtral", architectures=None, _name_or_path="a/b")
+    name = described(model_type="gpt2", architectures=None, _name_or_path="a/b")
     error = fails(capsys, "new", name, "--memory", "900MB", *CARD, "--method", "qlora")
-    assert "error: quantize='nf4': most weights of MixtralForCausalLM are no nn.Linear" in error
+    assert "error: form=nf4: most weights of GPT2LMHeadModel are neither of an nn.Linear nor of experts" in error
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_optimizers(optimizer: Any, ratio: float | None) -> None:
         ({"optimizer": "lion"}, "optimizer='lion' is not known by name; known are adamw, adamw8bit, adam, sgd"),
         ({"config": "gpt-17"}, "config='gpt-17' is no file.*smollm2-135m"),
         ({"quantize": "nf4"}, "needs lora"),
-        ({"quantize": "int8", "lora": {"r": 8}}, "use 'nf4'"),
+        ({"quantize": "int4", "lora": {"r": 8}}, "use nf4, int8"),
     ],
 )
 def test_bad_input(options: dict[str, Any], message: str) -> None:
@@ -236,6 +236,22 @@ def test_a_base_of_four_bits_without_weights_is_as_with_them(dtype: str) -> None
     found = fake(config, lora=args.peft(), quantize="nf4", dtype=dtype)
     assert_same_bytes(found, expected)
     assert found.dtype == expected.dtype == dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "nf4")])
+def test_stored_experts_without_weights_are_as_with_them(family: str, form: str) -> None:
+    """Each is opened once per pass, of which one is counted for all."""
+    from tests.parity.models import quantized
+
+    model = quantized.base(family=family, form=form)
+    args = LoraArgs(r=4, alpha=8, target_modules=["q_proj"], target_parameters=quantized.TARGETS)
+    config, expected = model.config, real(add_lora(model, args))
+    found = fake(config, lora=args.peft(), quantize=form)
+    assert_same_bytes(found, expected)
+    once = fake(config, lora=args.peft(), quantize=form, batch_size=4)
+    assert found.blocks[1].option("keep").forward_s < once.blocks[1].option("keep").forward_s
+    assert found.blocks[1].launch_s == once.blocks[1].launch_s
 
 
 def test_a_model_that_asks_for_numbers_is_refused_by_name() -> None:
