@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from operator import attrgetter
 from typing import Any
 
@@ -97,3 +98,35 @@ def compile_template(text: str) -> Any:
 def items_in_batch(trainer: Any, batches: list[Any], device: Any) -> Any:
     """Return the divisor of the losses of an update, so that a measured step has the loss of a real one."""
     return trainer._get_num_items_in_batch(batches, device)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+_STORED = "lt_offload_stored"
+"""The name under which transformers finds the function of stored experts."""
+_SHARED = "lt_offload_shared_config"
+
+
+def experts_weights(module: Any) -> list[str]:
+    """Return the names of the weights of a module of experts that computes as its configuration says; else none."""
+    # Attributes that the decorator use_experts_implementation gives.
+    if not all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate", "has_bias")):
+        return []
+    return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+
+
+def use_experts(module: Any, forward: Callable[..., Any]) -> None:
+    """Let a module of experts compute by ``forward``; others with the same configuration go on as before."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(_STORED, forward)
+    if _SHARED not in vars(module):
+        vars(module)[_SHARED] = module.config
+        module.config = copy(module.config)
+        # The setter would go through to configurations that others have, too.
+        module.config._experts_implementation_internal = _STORED
+
+
+def without_experts(module: Any) -> None:
+    """Let a module of experts compute as the configuration of its model says."""
+    module.config = vars(module).pop(_SHARED)

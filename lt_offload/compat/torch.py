@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -59,6 +60,11 @@ make_wrapper_subclass: Any = _tensor._make_wrapper_subclass
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """Return the number of references to ``storage``, to notice holders of a weight's memory besides the model."""
     return int(_storage_uses(address_of(storage)))
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` has a shape and no numbers: what depends on numbers has to be assumed then."""
+    return isinstance(tensor, FakeTensor)
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------

@@ -73,6 +73,28 @@ def called_unseen(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+class _Repeats(threading.local):
+    count = 1
+
+
+_repeats = _Repeats()
+
+
+@contextmanager
+def repeated(times: int) -> Iterator[None]:
+    """Let what runs within the context stand for so many runs of the same, one after the other, in a count of work."""
+    before, _repeats.count = _repeats.count, _repeats.count * times
+    try:
+        yield
+    finally:
+        _repeats.count = before
+
+
+def repeats() -> int:
+    """Return how many runs what runs now stands for."""
+    return _repeats.count
+
+
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode whose handler ``torch.compile`` is kept out of, at no cost.
 

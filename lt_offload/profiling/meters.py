@@ -22,7 +22,7 @@ from lt_offload.compat.torch import (
 )
 from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account, tensors_in, workspace
-from lt_offload.machine.dispatch import OperationMode
+from lt_offload.machine.dispatch import OperationMode, repeats
 from lt_offload.machine.driver import occupy
 from lt_offload.schema.profile import HardwareProfile
 
@@ -169,10 +169,11 @@ class Roofline(OperationMode):
             if func in _IS_CAUSAL:
                 work *= self._shown(func, args, kwargs or {})
             work /= self._rate(read)
-            self.traffic += traffic
+            runs = repeats()
+            self.traffic += traffic * runs
             # Arithmetic and memory work at the same time: the slower of them tells.
-            self._seconds += max(work, traffic / self._memory_rate)
-            self._launch_s += LAUNCH_SECONDS
+            self._seconds += max(work, traffic / self._memory_rate) * runs
+            self._launch_s += LAUNCH_SECONDS * runs
         return out
 
     lags = False

@@ -1,0 +1,63 @@
+"""Adapters of stored experts, with peft's own class, names and files (``target_parameters``).
+
+peft adds the adapters of all experts to the whole weight. Stored experts have no such tensor: rows go through the two
+low-rank matrices of their expert beside its product, as in an adapter of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lt_offload.compat.peft import parameter_adapter, use_parameter_adapter
+from lt_offload.model.forms.experts import ADAPTERS, Factors
+from lt_offload.model.forms.layer import stored_of
+
+
+def adapt_stored_experts() -> None:
+    """Let peft make adapters of stored experts, if it is installed."""
+    plain: Any = parameter_adapter()
+    if plain is None or hasattr(plain, "knows_stored"):
+        return
+
+    class ParamWrapper(plain):  # type: ignore[misc]
+        """The same adapter; of a stored weight it knows the shape, and hands the module its factors."""
+
+        knows_stored = True
+
+        def _get_in_out_features(self, module: nn.Module) -> Any:
+            stored = stored_of(self.get_base_layer()).get(self.parameter_name)
+            if stored is None:
+                return super()._get_in_out_features(module)
+            self.num_experts, first, second = stored.shape
+            self._param_ndim = len(stored.shape)
+            return first, second
+
+        @contextmanager
+        def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+            base = self.get_base_layer()
+            if self.parameter_name not in stored_of(base):
+                with super()._activate_lora(active_adapters):
+                    yield
+                return
+            before = vars(base).get(ADAPTERS, {})
+            mine = [self._factors(name) for name in active_adapters if name in self.lora_A]
+            vars(base)[ADAPTERS] = before | {self.parameter_name: mine}
+            try:
+                yield
+            finally:
+                if before:
+                    vars(base)[ADAPTERS] = before
+                else:
+                    del vars(base)[ADAPTERS]
+
+        def _factors(self, name: str) -> Factors:
+            first, second = self.lora_A[name].weight, self.lora_B[name].weight
+            first = first.reshape(self.num_experts, -1, first.shape[-1])
+            second = second.reshape(second.shape[0], -1, self.num_experts).permute(2, 0, 1)
+            return first, second, self.scaling[name]
+
+    use_parameter_adapter(ParamWrapper)

@@ -1,0 +1,175 @@
+"""A linear layer whose weight is stored in a form, and the product that opens it.
+
+The pieces of a weight are frozen parameters like any other. The product opens them, and again in its backward: it saves
+the pieces alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from typing_extensions import override
+
+from lt_offload.model.forms.base import Form, Layout
+
+STORED = "stored_weights"
+"""The attribute of a module that says which of its weights are stored: by name, a :class:`Stored` each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A weight that is stored in a form: a matrix, or one per expert."""
+
+    form: Form
+    shape: tuple[int, ...]
+    """Of the weight."""
+    dtype: torch.dtype
+    """Of the weight, as it was before and will be when it is opened for good."""
+    transposed: bool = False
+    """The weights of experts have a row per input."""
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape of one matrix, with a row per output."""
+        rows, columns = self.shape[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def names(self, name: str) -> list[str]:
+        """Return the names of the pieces of the weight that is called ``name``."""
+        count = len(self.form.layout(self.matrix))
+        return [name, *(f"{name}_{suffix}" for suffix in self.form.suffixes[: count - 1])]
+
+    def layout(self) -> Layout:
+        """Return shapes and dtypes of the pieces."""
+        experts = self.shape[:-2]
+        return tuple(((*experts, *shape), dtype) for shape, dtype in self.form.layout(self.matrix))
+
+    def close(self, weight: Tensor, worker: torch.device) -> list[Tensor]:
+        """Return the pieces of ``weight``, where it is; they are made on ``worker``, a matrix at a time."""
+        if weight.is_meta:
+            return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.layout()]
+        if weight.dim() == 2:
+            return [piece.to(weight.device) for piece in self.form.close(weight.to(self.dtype).to(worker))]
+        pieces = [torch.empty(shape, dtype=dtype, device=weight.device) for shape, dtype in self.layout()]
+        for number, matrix in enumerate(weight):
+            of_outputs = matrix.t() if self.transposed else matrix
+            closed = self.form.close(of_outputs.to(self.dtype).to(worker).contiguous())
+            for piece, part in zip(pieces, closed, strict=True):
+                piece[number] = part
+        return pieces
+
+    def open(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the matrix of ``pieces``, with a row per output."""
+        return self.form.open(pieces, self.matrix, dtype)
+
+    def open_all(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return the weight as it was, with the numbers that its form has kept."""
+        if len(self.shape) == 2:
+            return self.open(pieces, self.dtype)
+        weight = torch.empty(self.shape, dtype=self.dtype, device=pieces[0].device)
+        for number, matrix in enumerate(weight):
+            opened = self.open([piece[number] for piece in pieces], self.dtype)
+            matrix.copy_(opened.t() if self.transposed else opened)
+        return weight
+
+
+def stored_of(module: nn.Module) -> dict[str, Stored]:
+    """Return the weights of ``module`` itself that are stored, by name."""
+    stored: dict[str, Stored] = vars(module).get(STORED, {})
+    return stored
+
+
+def pieces_of(module: nn.Module, name: str) -> list[nn.Parameter]:
+    """Return the pieces of a stored weight of ``module``."""
+    return [getattr(module, piece) for piece in stored_of(module)[name].names(name)]
+
+
+def put(module: nn.Module, name: str, stored: Stored, pieces: Sequence[Tensor]) -> None:
+    """Let ``module`` have ``pieces`` for its weight ``name``."""
+    setattr(module, STORED, stored_of(module) | {name: stored})
+    for piece, tensor in zip(stored.names(name), pieces, strict=True):
+        module.register_parameter(piece, nn.Parameter(tensor, requires_grad=False))
+
+
+def take(module: nn.Module, name: str) -> None:
+    """Let ``module`` have the opened weight ``name`` again, frozen, instead of its pieces."""
+    stored, pieces = stored_of(module)[name], pieces_of(module, name)
+    weight = stored.open_all([piece.data for piece in pieces])
+    for piece in stored.names(name):
+        delattr(module, piece)
+    module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    vars(module)[STORED] = {other: kept for other, kept in stored_of(module).items() if other != name}
+
+
+class StoredLinear(nn.Linear):
+    """An ``nn.Linear`` with a stored weight: ``weight`` is the first of its pieces.
+
+    It computes in the dtype of its input, or in that of ``torch.autocast``.
+    """
+
+    def __init__(self, layer: nn.Linear, stored: Stored, pieces: Sequence[Tensor]) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        put(self, "weight", stored, pieces)
+        self.bias = layer.bias
+        self.train(layer.training)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        out = product(input, self.stored_weights["weight"], pieces_of(self, "weight"))
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    stored_weights: dict[str, Stored]
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, form={stored_of(self)['weight'].form.name}"
+
+    def opened(self) -> nn.Linear:
+        """Return an ordinary layer with the numbers that this one computes with."""
+        with torch.device("meta"):
+            layer = nn.Linear(self.in_features, self.out_features, self.bias is not None)
+        stored = stored_of(self)["weight"]
+        weight = stored.open_all([piece.data for piece in pieces_of(self, "weight")])
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.bias = self.bias
+        return layer.train(self.training)
+
+
+def in_dtype(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``compute(x)``; under autocast in its dtype, which no operation within sees then."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return compute(x)
+    x = x.to(torch.get_autocast_dtype(x.device.type))
+    with torch.autocast(x.device.type, enabled=False):
+        return compute(x)
+
+
+def product(x: Tensor, stored: Stored, pieces: Sequence[Tensor]) -> Tensor:
+    """Return the product of ``x`` with a stored matrix, as ``nn.functional.linear`` without a bias."""
+    return in_dtype(x, lambda x: _Product.apply(x, stored, *pieces))  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """The product with a matrix that is opened in the forward, and again in the backward."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, stored: Stored, *pieces: Tensor) -> Tensor:
+        ctx.stored = stored
+        ctx.save_for_backward(*pieces)
+        return functional.linear(x, stored.open(pieces, x.dtype))
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        pieces = ctx.saved_tensors
+        (grad,) = grads
+        return grad @ ctx.stored.open(pieces, grad.dtype), None, *(None for _ in pieces)
