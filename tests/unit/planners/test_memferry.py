@@ -275,6 +275,27 @@ def test_streaming_plans_may_read_their_embedding_directly(tied: bool) -> None:
     assert "embeddings" not in dict(read_tables(after, asked))
 
 
+def test_streaming_plans_may_read_other_tables_directly() -> None:
+    """The routed rows of experts cross the link in both passes, embeddings or not."""
+    plain = with_zero_copy(llama7b_b4(4))
+    index = next(i for i, tensor in enumerate(plain.tensors) if tensor.blocks == (2,) and len(tensor.shape) == 2)
+    experts = plain.tensors[index]
+    nbytes = experts.bytes // 8
+    seconds = nbytes / plain.hardware.h2d_bytes_per_s
+    read = ReadProfile(forward_bytes=nbytes, backward_bytes=nbytes, forward_s=seconds, backward_s=seconds)
+    routed = replace(experts, trainable=False, state_bytes=0, zero_copy=ZeroCopyProfile(reads=(read,), grad_s=0.0))
+    profile = replace(plain, tensors=(*plain.tensors[:index], routed, *plain.tensors[index + 1 :]))
+    asked = request(profile, 40e9)
+    before = streaming_decisions(profile, ("keep",) * 6, host_update=True)
+    embeddings, tables = (dict(read_tables(before, asked))[name] for name in ("embeddings", "tables"))
+    assert embeddings.tensors[index] == before.tensors[index]
+    assert tables.tensors[index].zero_copy == (2, 9)
+    assert not tables.tensors[index].stays
+    (_, old), (plan, new) = planned(embeddings, asked), planned(tables, asked)
+    assert sum(op.bytes for op in plan.ops if index in plan.zero_copy(op)) == 2 * nbytes
+    assert new.device_peak < old.device_peak
+
+
 def test_embeddings_of_arbitrary_plans() -> None:
     rng = np.random.default_rng(7)
     changes = 0
