@@ -28,7 +28,6 @@ from lt_offload.plan.planners.baselines import (
 )
 from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.collection import collection_paused
-from lt_offload.plan.planners.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
@@ -36,6 +35,7 @@ from lt_offload.plan.planners.offmate.program import MakeProgram, lower_bound
 from lt_offload.plan.planners.offmate.search import search_again, search_budgets
 from lt_offload.plan.planners.priced import priced
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
+from lt_offload.plan.planners.tables import read_tables
 from lt_offload.plan.rows import as_head, in_two_parts, room_of_rows, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.windows import (
@@ -461,7 +461,7 @@ class _Selection:
         # This comes last: it takes as long again, and is not to take the time of other planners.
         if again and programs and self.bounds.are_far(self.candidates.fastest_s):
             search_again(self.candidates, self.config, enough=self.bounds.are_near, far=self.bounds.are_far)
-            self._add_zero_copy_embeddings()
+            self._add_read_tables()
 
     def _ask(self, name: PlannerName, propose: Callable[[Request], list[Proposal]]) -> None:
         """Add the proposals of one planner; only the first if the best plan is near its bound already."""
@@ -533,14 +533,13 @@ class _Selection:
     def _add_programs(self) -> None:
         limited = replace(self.config, time_limit=self._left)
         search_budgets(self.candidates, limited, enough=self.bounds.are_near)
-        self._add_zero_copy_embeddings()
+        self._add_read_tables()
 
-    def _add_zero_copy_embeddings(self) -> None:
-        """Let the best plan so far read its embeddings in host memory instead of copying them."""
+    def _add_read_tables(self) -> None:
+        """Let the best plan so far read its embeddings, or all its tables, in host memory instead of copying them."""
         for best in self.candidates.ranked()[:1]:
-            decisions = zero_copy_embeddings(best.proposal.decisions, self.request)
-            if decisions is not None:
-                name = f"{best.proposal.name}, embeddings read directly"
+            for tables, decisions in read_tables(best.proposal.decisions, self.request):
+                name = f"{best.proposal.name}, {tables} read directly"
                 self.candidates.add(Proposal(name=name, sets=Sets(decisions, self.profile)))
 
     # -- choice ------------------------------------------------------------------------------------------------------

@@ -2,13 +2,15 @@
 
 Layers are recognised by their structure, whatever the model. Known are those whose reads can be told: embeddings,
 products with one matrix (``nn.Linear``, ``Conv1D``), and layers that scale or shift features (norms), if they have no
-modules and no buffers but numbers, and take one tensor. Tensors of other layers get no figures, so no plan reads them
-in host memory.
+modules and no buffers but numbers, and take one tensor; and whatever has stored weights. Tensors of other layers get no
+figures, so no plan reads them in host memory.
 
 Bytes are a model, for every device:
 
 * an embedding reads one row per token in the forward, nothing in the backward;
 * a norm reads its vectors once in either direction;
+* a stored weight (``model/forms``) is opened once in either direction; of experts those to which tokens are sent, in
+  this batch as far as anybody knows, otherwise with equal chances for all;
 * a product reads its matrix once for every :data:`TILE` rows of activations, in the forward and again in the backward
   for the gradient of its input, unless the matrix is so small (:data:`CACHE_BYTES`) that the device's cache has it
   after the first time. Tiles are not smaller than that, nor are caches: both assumptions are on the safe side.
@@ -31,10 +33,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from lt_offload.compat.torch import is_fake
 from lt_offload.errors import UnsupportedError
 from lt_offload.machine.zero_copy import locked, refusal, zero_copy_of, zero_copy_view
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import is_compiled
+from lt_offload.model.forms.experts import is_routed
+from lt_offload.model.forms.layer import pieces_of, stored_of
 from lt_offload.profiling.meters import Meter, fastest
 from lt_offload.profiling.rates import measure_direct
 from lt_offload.schema.profile import HardwareProfile, ReadProfile, ZeroCopyProfile
@@ -158,7 +163,7 @@ class Readers:
         """Measure one read of every kind; ``host_copy`` copies a tensor to host memory that ``device`` sees."""
         for calls in self._reads.values():
             for read in calls:
-                if read.signature not in self._seconds:
+                if read.signature not in self._seconds and not is_routed(read.module):
                     self._seconds[read.signature] = _extra_seconds(read, host_copy, device, meter)
 
     def profile(self, tensor: int, hardware: HardwareProfile) -> ZeroCopyProfile | None:
@@ -214,6 +219,9 @@ class Readers:
 
 def reads(module: nn.Module, args: tuple[Any, ...], out: Any) -> Iterator[Read]:
     """Yield the reads of its own parameters by a call of ``module``; nothing if they cannot be told."""
+    if stored_of(module):
+        yield from _of_stored(module, args)
+        return
     x = args[0] if len(args) == 1 else None
     if not isinstance(x, Tensor) or not isinstance(out, Tensor):
         return
@@ -238,6 +246,18 @@ def reads(module: nn.Module, args: tuple[Any, ...], out: Any) -> Iterator[Read]:
     elif x.shape == out.shape and all(p.shape == out.shape[-1:] for p in own.values()):
         for name, parameter in own.items():
             yield _read(module, name, x, parameter.nbytes, parameter.nbytes)
+
+
+def _of_stored(module: nn.Module, args: tuple[Any, ...]) -> Iterator[Read]:
+    x, share = args[0], 1.0
+    if is_routed(module):
+        chosen, experts = args[1], next(stored.shape[0] for stored in stored_of(module).values())
+        known = not (is_fake(chosen) or chosen.is_meta)
+        share = len(chosen.unique()) / experts if known else 1 - (1 - 1 / experts) ** chosen.numel()
+    for name in stored_of(module):
+        for piece, tensor in zip(stored_of(module)[name].names(name), pieces_of(module, name), strict=True):
+            nbytes = round(share * tensor.nbytes)
+            yield _read(module, piece, x, nbytes, nbytes)
 
 
 def _read(module: nn.Module, name: str, x: Tensor, forward: int, backward: int) -> Read:
@@ -267,7 +287,8 @@ def _seconds(read: Read, device: torch.device, meter: Meter) -> tuple[float, flo
     if isinstance(module, nn.Embedding):
         x = torch.arange(read.shape.numel(), device=device).remainder(module.num_embeddings).view(read.shape)
     else:
-        x = torch.zeros(read.shape, dtype=read.tensor.dtype, device=device, requires_grad=True)
+        dtype = next((stored.dtype for stored in stored_of(module).values()), read.tensor.dtype)
+        x = torch.zeros(read.shape, dtype=dtype, device=device, requires_grad=True)
     laps: list[tuple[float, float]] = []
     while len(laps) < 2 or not meter.enough([sum(lap) for lap in laps[1:]]):
         meter.lap()

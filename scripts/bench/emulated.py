@@ -1,6 +1,6 @@
 """What offloading costs on the emulated device, as ratios against plain Lightning in one run.
 
-    python -m scripts.bench.emulated [--small] [--steps N] [--rounds N] [--links 1GB,4GB]
+    python -m scripts.bench.emulated [--small | --experts] [--steps N] [--rounds N] [--links 1GB,4GB]
     python -m scripts.bench.emulated --predictions
     python -m scripts.bench.emulated --clipping
 
@@ -14,7 +14,8 @@ Cases, each in a process of its own, round after round:
 
 Besides step times: how long each lane was busy in the recorded iteration. Compute, copies and updates share the
 processor's cores here, so what overlaps still costs; on a GPU it does not. ``--small`` takes a model of 20 million
-parameters instead of SmolLM2: two minutes, for keeping an eye on changes of the engine.
+parameters instead of SmolLM2: two minutes, for keeping an eye on changes of the engine. ``--experts`` takes a mixture
+like OLMoE (16 experts, 4 for each token), and 43 % of the memory instead of half.
 
 ``--predictions``: what plans say an iteration takes, before and after the first iterations have corrected the profile,
 beside what it takes: the quickstart's model and three small ones in half of the memory that they would take.
@@ -68,14 +69,32 @@ SMALL = {
 }
 """About 17 million parameters."""
 BLOOM = {"model_type": "bloom", "vocab_size": 8192, "hidden_size": 384, "n_layer": 8, "n_head": 6}
+OLMOE = {
+    "model_type": "olmoe",
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+"""About 48 million parameters, of which a token meets a third."""
+EXPERTS_SHARE = 0.43
 PHI = SMALL | {"model_type": "phi", "tie_word_embeddings": False}
+MODELS = {"small": SMALL, "bloom": BLOOM, "phi": PHI, "olmoe": OLMOE}
 
 
-def make_plans(model: str, shape: list[int], folder: str, links: list[int]) -> dict[str, Any]:
+def make_plans(
+    model: str, shape: list[int], folder: str, links: list[int], share: float = BUDGET_SHARE
+) -> dict[str, Any]:
     """Profile ``model`` and save the plans of the cases."""
     import lt_offload
 
-    profile, budget = profiled(model, shape, folder)
+    profile, budget = profiled(model, shape, folder, share)
     stream_all(profile).save(Path(folder) / "streamed.json")
     for link in links:
         machine = replace(profile.hardware, h2d_bytes_per_s=float(link), d2h_bytes_per_s=float(link))
@@ -136,8 +155,8 @@ def train(
     return read_json(Path(folder) / "figures.json")
 
 
-def profiled(model: str, shape: list[int], folder: str) -> tuple[Any, int]:
-    """Return the profile of a model, and half of the bytes that training takes with everything on the device."""
+def profiled(model: str, shape: list[int], folder: str, share: float = BUDGET_SHARE) -> tuple[Any, int]:
+    """Return the profile of a model, and a share of the bytes that training takes with everything on the device."""
     import torch
 
     import lt_offload
@@ -148,7 +167,7 @@ def profiled(model: str, shape: list[int], folder: str) -> tuple[Any, int]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     profile = lt_offload.profile(module.model, _batch(shape), optimizer=optimizer)
     resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
-    return profile, int(BUDGET_SHARE * resident.predicted.device_peak_bytes)
+    return profile, int(share * resident.predicted.device_peak_bytes)
 
 
 def predict(model: str, shape: list[int], folder: str) -> dict[str, Any]:
@@ -185,7 +204,9 @@ def _module(model: str, folder: str) -> Any:
         return FineTune(SMOLLM2, lr=1e-4, schedule="constant")
     path = Path(folder) / f"{model}.json"
     if not path.exists():
-        path.write_text(json.dumps({"small": SMALL, "bloom": BLOOM, "phi": PHI}[model]), encoding="utf-8")
+        path.write_text(
+            json.dumps({"small": SMALL, "bloom": BLOOM, "phi": PHI, "olmoe": OLMOE}[model]), encoding="utf-8"
+        )
     return FineTune(model, architecture=str(path), init="random", lr=1e-4, schedule="constant")
 
 
@@ -209,11 +230,13 @@ def _throttled(link: int | None) -> Iterator[None]:
         yield
 
 
-def measure(model: str, shape: list[int], *, steps: int, rounds: int, links: list[int]) -> dict[str, Any]:
+def measure(
+    model: str, shape: list[int], *, steps: int, rounds: int, links: list[int], share: float = BUDGET_SHARE
+) -> dict[str, Any]:
     """Return the cases of ``model``: medians over rounds, in which the cases take turns."""
     with tempfile.TemporaryDirectory() as folder:
         common = {"model": model, "shape": shape, "folder": folder}
-        planned = in_child("scripts.bench.emulated", "make_plans", **common, links=links)
+        planned = in_child("scripts.bench.emulated", "make_plans", **common, links=links, share=share)
         cases: dict[str, int | None] = {"plain": None, "resident": None, "streamed": None}
         cases |= {_case(link): link for link in links}
         times: dict[str, list[float]] = {case: [] for case in cases}
@@ -302,6 +325,7 @@ def main() -> int:
 
     parser = arguments(__doc__)
     parser.add_argument("--small", action="store_true", help="a small model and few steps: about two minutes")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts in 43 %% of its memory")
     parser.add_argument("--steps", type=int, default=None, help="timed steps per round (default 8; small: 12)")
     parser.add_argument("--rounds", type=int, default=None, help="rounds (default 3; small: 1)")
     parser.add_argument(
@@ -316,12 +340,15 @@ def main() -> int:
     if options.predictions:
         print(predictions(options.results))
         return 0
+    model, share = ("small" if options.small else "smollm2"), BUDGET_SHARE
+    if options.experts:
+        model, share = "olmoe", EXPERTS_SHARE
     given = (options.links or ("1GB" if options.small else "1GB,4GB")).split(",")
     links = [parse_bytes(link, setting="--links") for link in given]
     steps = options.steps or (12 if options.small else 8)
     rounds = options.rounds or (1 if options.small else 3)
     began = time.monotonic()
-    found = measure("small" if options.small else "smollm2", SHAPE, steps=steps, rounds=rounds, links=links)
+    found = measure(model, SHAPE, steps=steps, rounds=rounds, links=links, share=share)
     for case in found["cases"]:
         goal = f"   goal {case['goal']:.2f}" if case["goal"] else ""
         peak = format_bytes(case["device_peak_bytes"])
@@ -340,7 +367,7 @@ def main() -> int:
         "links": links,
     }
     figures = {"cases": found["cases"], "seconds": time.monotonic() - began}
-    name = "bench-emulated" + ("-small" if options.small else "")
+    name = "bench-emulated" + ("-small" if options.small else "-experts" if options.experts else "")
     print(save(name, "bench-emulated", settings, figures, options.results))
     return 0
 

@@ -33,6 +33,11 @@ def experts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
             yield name, module, weights
 
 
+def is_routed(module: nn.Module) -> bool:
+    """Return whether the stored weights of ``module`` are those of experts, of which tokens choose some."""
+    return any(len(stored.shape) > 2 for stored in stored_of(module).values())
+
+
 def compute_stored(module: nn.Module) -> None:
     """Let a module of experts compute with its stored weights."""
     use_experts(module, experts_forward)

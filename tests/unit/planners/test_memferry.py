@@ -23,10 +23,10 @@ from lt_offload.plan.papers.memferry.model import (
 )
 from lt_offload.plan.papers.memferry.propose import propose_memferry
 from lt_offload.plan.planners.baselines import streaming_decisions
-from lt_offload.plan.planners.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.planners.request import NotApplicable, Request
 from lt_offload.plan.planners.slots import share_slots
+from lt_offload.plan.planners.tables import read_tables
 from lt_offload.plan.planners.timed_plan import timed_plan
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
@@ -263,7 +263,7 @@ def test_streaming_plans_may_read_their_embedding_directly(tied: bool) -> None:
     profile = fast_host(with_zero_copy(llama7b_b4(4, tied=tied)))
     asked = request(profile, 40e9)
     before = streaming_decisions(profile, ("keep",) * 6, host_update=True)
-    after = zero_copy_embeddings(before, asked)
+    after = dict(read_tables(before, asked)).get("embeddings")
     assert after is not None
     assert after.tensors[0].zero_copy == (0, 11)
     assert after.tensors[1:] == before.tensors[1:]
@@ -272,7 +272,28 @@ def test_streaming_plans_may_read_their_embedding_directly(tied: bool) -> None:
     (_, old), (plan, new) = planned(before, asked), planned(after, asked)
     assert new.iteration_time < old.iteration_time
     assert [op.zero_copy for op in plan.ops if op.kind == "forward" and op.block == 0] == [(0,)]
-    assert zero_copy_embeddings(after, asked) is None
+    assert "embeddings" not in dict(read_tables(after, asked))
+
+
+def test_streaming_plans_may_read_other_tables_directly() -> None:
+    """The routed rows of experts cross the link in both passes, embeddings or not."""
+    plain = with_zero_copy(llama7b_b4(4))
+    index = next(i for i, tensor in enumerate(plain.tensors) if tensor.blocks == (2,) and len(tensor.shape) == 2)
+    experts = plain.tensors[index]
+    nbytes = experts.bytes // 8
+    seconds = nbytes / plain.hardware.h2d_bytes_per_s
+    read = ReadProfile(forward_bytes=nbytes, backward_bytes=nbytes, forward_s=seconds, backward_s=seconds)
+    routed = replace(experts, trainable=False, state_bytes=0, zero_copy=ZeroCopyProfile(reads=(read,), grad_s=0.0))
+    profile = replace(plain, tensors=(*plain.tensors[:index], routed, *plain.tensors[index + 1 :]))
+    asked = request(profile, 40e9)
+    before = streaming_decisions(profile, ("keep",) * 6, host_update=True)
+    embeddings, tables = (dict(read_tables(before, asked))[name] for name in ("embeddings", "tables"))
+    assert embeddings.tensors[index] == before.tensors[index]
+    assert tables.tensors[index].zero_copy == (2, 9)
+    assert not tables.tensors[index].stays
+    (_, old), (plan, new) = planned(embeddings, asked), planned(tables, asked)
+    assert sum(op.bytes for op in plan.ops if index in plan.zero_copy(op)) == 2 * nbytes
+    assert new.device_peak < old.device_peak
 
 
 def test_embeddings_of_arbitrary_plans() -> None:
@@ -282,7 +303,7 @@ def test_embeddings_of_arbitrary_plans() -> None:
         profile = with_zero_copy(llama7b_b4(int(rng.integers(1, 4)), tied=bool(rng.integers(2))))
         asked = request(profile, 10**12)
         before = round_tensors(random_solution(rng, profile), profile)
-        after = zero_copy_embeddings(before, asked)
+        after = dict(read_tables(before, asked)).get("embeddings")
         on_host = before.tensors[0].place == "host"
         assert (after is not None) == on_host, case
         if after is not None:

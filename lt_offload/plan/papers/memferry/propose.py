@@ -28,9 +28,9 @@ from lt_offload.plan.papers.memferry.model import (
     uniform,
 )
 from lt_offload.plan.papers.memferry.savings import Given, savings, with_savings
-from lt_offload.plan.planners.embeddings import embedding_steps
 from lt_offload.plan.planners.ladder import ladder
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, self_contained
+from lt_offload.plan.planners.tables import embedding_steps
 from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, TensorProfile

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.decisions import uses
 from lt_offload.plan.papers.memferry.chain import Reading
-from lt_offload.plan.planners.embeddings import embedding_steps
 from lt_offload.plan.planners.ladder import ladder
 from lt_offload.plan.planners.request import Allowed
+from lt_offload.plan.planners.tables import embedding_steps
 from lt_offload.schema.profile import OptionName, Profile
 
 

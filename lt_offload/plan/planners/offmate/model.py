@@ -266,11 +266,11 @@ class LinearProgram:
         return tuple(sorted((step - group.last_backward) % self.steps for step in forward | backward))
 
     def _hardly_reads(self, block: int, group: Group) -> bool:
-        """Return whether, for a bound, ``block`` needs no copy of the group: it can read a few rows on the host."""
+        """Return whether, for a bound, ``block`` needs no copy of the group: it can read some rows on the host."""
         if not self.config.optimistic:
             return False
         tensors = [self.profile.tensors[index] for index in group.tensors]
-        return all(t.zero_copy is not None and 2 * t.read(block).forward_bytes <= t.bytes for t in tensors)
+        return all(t.zero_copy is not None and t.read(block).forward_bytes < t.bytes for t in tensors)
 
     def _count_parameters(self, v: GroupTerms) -> None:
         size, states = self._size(self._copied_bytes(v.group)), self._size(v.group.state_bytes)
@@ -504,7 +504,7 @@ class LinearProgram:
 
 def _hardly_read(tensor: TensorProfile) -> bool:
     reads = tensor.zero_copy.reads if tensor.zero_copy is not None else ()
-    return any(2 * read.forward_bytes <= tensor.bytes for read in reads)
+    return any(read.forward_bytes < tensor.bytes for read in reads)
 
 
 def _rerun_s(block: BlockProfile, option: OptionProfile) -> float:

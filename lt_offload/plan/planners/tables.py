@@ -1,10 +1,12 @@
-"""Embeddings read in host memory: their forward needs the rows of one batch, their backward none.
+"""Tables read in host memory: computations that need some rows of a tensor do not have it copied.
 
-One ingredient of MemFerry (2024) that any plan may use: a table that the host updates is not copied to the device.
+Embeddings need the rows of a batch's tokens, in the forward alone; stored experts (``model/forms``) need those to which
+a router sends tokens. One ingredient of MemFerry (2024) that any plan may use.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
@@ -19,22 +21,39 @@ def embedding_steps(profile: Profile, tensor: TensorProfile) -> tuple[int, ...]:
     return tuple(uses(blocks, profile))
 
 
-def zero_copy_embeddings(decisions: Decisions, request: Request) -> Decisions | None:
-    """Return ``decisions`` with the embeddings that the host updates read in host memory; None if there are none.
+def table_steps(profile: Profile, tensor: TensorProfile) -> tuple[int, ...]:
+    """Return the steps in which embeddings use ``tensor``, or blocks that need some of its rows, ascending."""
+    if tensor.zero_copy is None:
+        return ()
+    blocks = tuple(b for b in tensor.blocks if 0 < tensor.read(b).forward_bytes < tensor.bytes)
+    return tuple(sorted({*embedding_steps(profile, tensor), *uses(blocks, profile)}))
 
-    Where a table is the output projection as well, its other uses keep their device copies, which come later.
-    Frozen tables that travel are read directly too.
+
+def read_tables(decisions: Decisions, request: Request) -> Iterator[tuple[str, Decisions]]:
+    """Yield ``decisions`` with tables read in host memory, by name: embeddings alone, and all tables.
+
+    Where a table is the output projection as well, its other uses keep their device copies, which come later. Trained
+    ones are read if the host updates them, frozen ones if they travel. What changes nothing is left out.
     """
-    profile = request.profile
+    ways = {"embeddings": embedding_steps, "tables": table_steps}
+    before = decisions
+    for name, steps in ways.items():
+        after = _read(decisions, request.profile, steps)
+        if after != before:
+            yield name, after
+            before = after
+
+
+def _read(
+    decisions: Decisions, profile: Profile, steps_of: Callable[[Profile, TensorProfile], tuple[int, ...]]
+) -> Decisions:
     total = len(timeline(profile))
     tensors = list(decisions.tensors)
     for index, (tensor, decision) in enumerate(zip(profile.tensors, decisions.tensors, strict=True)):
         travels = decision.place == "host" or (decision.place == "none" and decision.stays)
-        steps = embedding_steps(profile, tensor)
+        steps = steps_of(profile, tensor)
         if travels and steps and tensor.zero_copy is not None:
             tensors[index] = _read_directly(decision, steps, uses(tensor.blocks, profile), total)
-    if tensors == list(decisions.tensors):
-        return None
     return replace(decisions, tensors=tuple(tensors))
 
 

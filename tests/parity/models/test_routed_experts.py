@@ -1,0 +1,69 @@
+"""Stored experts that computations read in host memory: of a batch's experts those to which a router sends tokens."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import lt_offload
+from lt_offload.model.forms import store_weights
+from tests.support.profiles import budgets
+from tests.support.trials import Trial
+
+EXPERTS, CHOSEN, TOKENS = 16, 2, 5
+
+
+def model() -> nn.Module:
+    import peft
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    routed = {"moe_intermediate_size": 64, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+    plain = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(vocab_size=64, num_hidden_layers=3, intermediate_size=64, **sizes, **routed)
+    )
+    store_weights(plain, "int8")
+    with warnings.catch_warnings():  # peft asks transformers with a deprecated name
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted = peft.get_peft_model(plain, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    return adapted.train()
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(64, (3, 1, TOKENS), generator=torch.Generator().manual_seed(3))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+TRIAL = Trial(model, batches)
+
+
+def experts() -> list[int]:
+    return [index for index, tensor in enumerate(TRIAL.profile.tensors) if ".experts." in tensor.name]
+
+
+def test_a_batch_reads_the_experts_that_it_is_routed_to() -> None:
+    for index in experts():
+        tensor = TRIAL.profile.tensors[index]
+        assert tensor.zero_copy is not None
+        (read,) = tensor.zero_copy.reads
+        assert read.forward_bytes == read.backward_bytes
+        # At least those of one token, at most one for each choice.
+        assert CHOSEN / EXPERTS <= read.forward_bytes / tensor.bytes <= TOKENS * CHOSEN / EXPERTS
+
+
+@pytest.mark.parametrize("activation_offload", [True, False], ids=["offloaded", "recomputing"])
+@pytest.mark.parametrize("share", [0.9, 1.1, 1.6])
+def test_experts_that_are_read_directly_train_as_plainly(share: float, activation_offload: bool) -> None:
+    # Less than the least that needs copies: what is read takes no room on the device.
+    memory = int(share * budgets.smallest(TRIAL.profile, "tight"))
+    plan = lt_offload.solve(TRIAL.profile, memory=memory, planner="memferry", activation_offload=activation_offload)
+    read = {tensor for op in plan.ops for tensor in plan.zero_copy(op)}
+    assert read & {*experts()}
+    assert TRIAL.differences(plan=plan) == []
