@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from lt_offload.hf.replaced import Replaced
+from lt_offload.machine.replaced import Replaced
 from lt_offload.hf.run import Run
 from lt_offload.hf.trainer import Offloaded
 from lt_offload.schema.plan import PlannerName
