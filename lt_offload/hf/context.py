@@ -15,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from lt_offload.machine.replaced import Replaced
 from lt_offload.hf.run import Run
 from lt_offload.hf.trainer import Offloaded
+from lt_offload.machine.replaced import Replaced
 from lt_offload.schema.plan import PlannerName
 from lt_offload.strategy.first.planning import settings_of
 

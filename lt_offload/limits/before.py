@@ -471,8 +471,10 @@ limit(
 def _replaced_step(run: Setup) -> str | None:
     for optimizer in run.optimizers:
         # Updates call the step of the class: one on the object would never run.
-        step = vars(optimizer).get("step")  # a scheduler puts a wrapper there that counts
-        if step is not None and getattr(step, "__wrapped__", step) is not type(optimizer).step:
+        step = vars(optimizer).get("step")
+        # A scheduler puts a wrapper there that counts, and accelerate, with a scaler, the method itself.
+        known = getattr(step, "__wrapped__", None), getattr(step, "__func__", None)
+        if step is not None and type(optimizer).step not in known:
             return f"{type(optimizer).__name__}.step of the instance"
     return None
 

@@ -307,7 +307,9 @@ def needed_by_compute(
 def needed_by_caller(device: Device, groups: Sequence[LiveGroup]) -> None:
     """Order the calling thread, which reads and writes ``groups`` where they are, after whatever fills them."""
     here = [group for group in groups if group.buffer is not None]
-    device.wait(*distinct(group.device_ready for group in here), writes=[g.buffer for g in here if g.buffer is not None])
+    device.wait(
+        *distinct(group.device_ready for group in here), writes=[g.buffer for g in here if g.buffer is not None]
+    )
     at_home = [group for group in groups if group.buffer is None]
     device.synchronize(*complete_on_host(at_home))
     for group in at_home:

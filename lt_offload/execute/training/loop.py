@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -141,8 +140,8 @@ class LoopCalls(ABC):
             self._clipping.clip_each(clip_value)
             self._clip_rest(clip_value)
 
-    def _unscale(self, optimizer: Optimizer, unscale: Unscale) -> dict[torch.device, Tensor]:
-        """Let ``unscale`` write the gradients of the present window; return what it has seen, by device."""
+    def _unscale(self, optimizer: Optimizer, unscale: Unscale) -> bool:
+        """Let ``unscale`` write the gradients of the present window; return whether there are any."""
         view = self._gradient_view
         with self._guard.suspended:
             self.passes.end()

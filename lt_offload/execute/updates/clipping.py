@@ -31,9 +31,8 @@ from lt_offload.execute.memory.host_task import HostTask
 from lt_offload.execute.memory.live_group import complete_on_host, distinct, needed_by_caller
 from lt_offload.execute.memory.tensors import Sum, Weight
 
-Unscale = Callable[[Any, torch.device], dict[torch.device, Tensor]]
-"""A function of what has the groups of an optimizer, with gradients on one device, and of that: a scaler's, which
-multiplies them and returns, by device, whether some are infinite."""
+Unscale = Callable[[Any, torch.device], object]
+"""A scaler's function of what has the groups of an optimizer, with gradients on one device, and of that device."""
 
 
 class Clipping:
@@ -154,8 +153,8 @@ class Clipping:
             clip_grads_with_norm_(others, max_norm, norm)
         return norm
 
-    def unscale(self, optimizer: Optimizer, unscale: Unscale) -> dict[torch.device, Tensor]:
-        """Let ``unscale`` write the gradients of ``optimizer`` where they are; return what it has seen, by device.
+    def unscale(self, optimizer: Optimizer, unscale: Unscale) -> bool:
+        """Let ``unscale`` write the gradients of ``optimizer`` where they are; return whether there are any.
 
         Every sum is complete, or will be when what has been queued is over.
 
@@ -174,14 +173,13 @@ class Clipping:
                 standing = _standing(totals.get(id(param)), param)
                 if standing.grad is not None:
                     by_device[standing.grad.device].append(standing)
-        seen = {}
         for device, params in by_device.items():
-            seen |= unscale(SimpleNamespace(param_groups=[{"params": params}]), device)
+            unscale(SimpleNamespace(param_groups=[{"params": params}]), device)
         for changed in groups:
             changed.changed_on_device()
         for total in filled:
             total.fill()  # its norm is another one by now
-        return seen
+        return bool(by_device)
 
     def _require_all(self, params: Sequence[Tensor]) -> None:
         """Raise ``ConfigError`` if a weight that has a gradient is not one of ``params``: all gradients are scaled."""

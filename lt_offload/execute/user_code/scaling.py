@@ -21,12 +21,12 @@ from lt_offload.compat.torch import UNSCALE_GRADIENTS
 from lt_offload.execute.updates.clipping import Unscale
 from lt_offload.machine.replaced import Replaced
 
-_followed: dict[int, Callable[[Unscale], dict[torch.device, Tensor]]] = {}
+_followed: dict[int, Callable[[Unscale], bool]] = {}
 """By the identity of an optimizer: the engine's function that calls another one with what has the gradients."""
 
 
 @contextmanager
-def scaled(optimizer: Optimizer, unscale: Callable[[Unscale], dict[torch.device, Tensor]]) -> Iterator[None]:
+def scaled(optimizer: Optimizer, unscale: Callable[[Unscale], bool]) -> Iterator[None]:
     """Let scalers find the gradients of ``optimizer`` by ``unscale`` within the context."""
     with _UNSCALE.active():
         _followed[id(optimizer)] = unscale
@@ -43,11 +43,14 @@ def _where_they_are(original: Callable[..., Any]) -> Callable[..., Any]:
         if follow is None:
             return original(scaler, optimizer, inverse, infinite, *args)
 
-        def unscale(stand_in: Any, device: torch.device) -> Any:
+        def unscale(stand_in: Any, device: torch.device) -> None:
             # Copied here: the scaler's own copies to the host are on their way while it computes with them.
-            return original(scaler, stand_in, inverse.to(device), infinite.to(device), *args)
+            flags = original(scaler, stand_in, inverse.to(device), infinite.to(device), *args)
+            # One flag for all: the scaler adds those of several devices up, and fused optimizers skip a step for a 1.
+            for flag in flags.values():
+                infinite.copy_(torch.maximum(infinite, flag.to(infinite.device)))
 
-        return follow(unscale)
+        return {infinite.device: infinite} if follow(unscale) else {}
 
     return unscaled
 

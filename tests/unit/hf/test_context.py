@@ -69,7 +69,7 @@ def test_a_setting_that_cannot_be_is_refused_before_the_trainer_is_made() -> Non
 CPU = torch.device("cpu")
 REFUSED = {
     "torch_compile": True,
-    "fp16": True,
+    "fp16_full_eval": True,
     "bf16_full_eval": True,
     "deepspeed": "zero3.json",
     "fsdp": True,
