@@ -216,7 +216,7 @@ def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, *
     return kind(**{**DEFAULTS, "use_cpu": not torch.cuda.is_available(), "output_dir": str(folder / "out"), **settings})
 
 
-def plain(model: Callable[[], Any] = llama, kind: type[Trainer] = Trainer, **settings: Any) -> Make:
+def plain(model: Callable[[], Any] = llama, kind: Callable[..., Trainer] = Trainer, **settings: Any) -> Make:
     """Return what makes a Trainer of transformers; arguments of the Trainer itself begin with an underscore."""
     own = {name[1:]: value for name, value in settings.items() if name.startswith("_")}
     rest = {name: value for name, value in settings.items() if not name.startswith("_")}
