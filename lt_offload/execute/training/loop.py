@@ -140,13 +140,13 @@ class LoopCalls(ABC):
             self._clipping.clip_each(clip_value)
             self._clip_rest(clip_value)
 
-    def _unscale(self, optimizer: Optimizer, unscale: Unscale) -> bool:
-        """Let ``unscale`` write the gradients of the present window; return whether there are any."""
+    def _unscale(self, optimizer: Optimizer, unscale: Unscale, inverse: Tensor) -> bool:
+        """Let ``unscale`` multiply the gradients of the present window by ``inverse``; return whether there are any."""
         view = self._gradient_view
         with self._guard.suspended:
             self.passes.end()
             with view.changing(show=True):
-                return self._clipping.unscale(optimizer, unscale)
+                return self._clipping.unscale(optimizer, unscale, inverse)
 
     def clip_rest(self) -> None:
         """Clamp the gradients of parameters outside the blocks to :attr:`clip_value`, once they are complete."""

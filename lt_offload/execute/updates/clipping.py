@@ -10,6 +10,7 @@ The norm of each tensor that the last backward of a window has left on the devic
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -153,10 +154,15 @@ class Clipping:
             clip_grads_with_norm_(others, max_norm, norm)
         return norm
 
-    def unscale(self, optimizer: Optimizer, unscale: Unscale) -> bool:
+    def unscale(self, optimizer: Optimizer, unscale: Unscale, inverse: Tensor) -> bool:
         """Let ``unscale`` write the gradients of ``optimizer`` where they are; return whether there are any.
 
         Every sum is complete, or will be when what has been queued is over.
+
+        Args:
+            optimizer: of the training.
+            unscale: a scaler's.
+            inverse: the factor by which it multiplies them.
 
         Raises:
             UnsupportedError: if gradients have been clipped already.
@@ -177,8 +183,14 @@ class Clipping:
             unscale(SimpleNamespace(param_groups=[{"params": params}]), device)
         for changed in groups:
             changed.changed_on_device()
+        known = [total.norm for total in filled if total.norm is not None]
+        # A power of two changes exponents alone, also of the squares in a norm, which has to be read otherwise.
+        exact = bool(known) and math.frexp(float(inverse))[0] == 0.5
+        with plain_torch():
+            for norm in known if exact else ():
+                norm.mul_(inverse.to(norm.device))
         for total in filled:
-            total.fill()  # its norm is another one by now
+            total.fill(total.norm if exact else None)
         return bool(by_device)
 
     def _require_all(self, params: Sequence[Tensor]) -> None:

@@ -21,15 +21,17 @@ from lt_offload.compat.torch import UNSCALE_GRADIENTS
 from lt_offload.execute.updates.clipping import Unscale
 from lt_offload.machine.replaced import Replaced
 
-_followed: dict[int, Callable[[Unscale], bool]] = {}
-"""By the identity of an optimizer: the engine's function that calls another one with what has the gradients."""
+Follow = Callable[[Unscale, Tensor], bool]
+"""An engine's function that calls a scaler's with what has the gradients; it is told the factor, too."""
+_followed: dict[int, Follow] = {}
+"""Those of engines, by the identity of their optimizer."""
 
 
 @contextmanager
-def scaled(optimizer: Optimizer, unscale: Callable[[Unscale], bool]) -> Iterator[None]:
-    """Let scalers find the gradients of ``optimizer`` by ``unscale`` within the context."""
+def scaled(optimizer: Optimizer, follow: Follow) -> Iterator[None]:
+    """Let scalers find the gradients of ``optimizer`` by ``follow`` within the context."""
     with _UNSCALE.active():
-        _followed[id(optimizer)] = unscale
+        _followed[id(optimizer)] = follow
         try:
             yield
         finally:
@@ -50,7 +52,7 @@ def _where_they_are(original: Callable[..., Any]) -> Callable[..., Any]:
             for flag in flags.values():
                 infinite.copy_(torch.maximum(infinite, flag.to(infinite.device)))
 
-        return {infinite.device: infinite} if follow(unscale) else {}
+        return {infinite.device: infinite} if follow(unscale, inverse) else {}
 
     return unscaled
 

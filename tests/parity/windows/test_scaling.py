@@ -49,9 +49,11 @@ def loop(
     clip: float | None = None,
     by_value: float | None = None,
     looks: bool = False,
+    scale: float = 3e10,
+    factor: float = 1e6,
 ) -> Seen:
     """Train as the examples of torch.amp; every third step is left out, beginning with the first."""
-    scaler = torch.amp.GradScaler("cpu", 3e10, growth_factor=1e6, backoff_factor=1e-6, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", scale, growth_factor=factor, backoff_factor=1 / factor, growth_interval=2)
     seen: Seen = []
     left_out = []
     for step in range(STEPS):
@@ -92,6 +94,8 @@ CASES: list[dict[str, Any]] = [
     {"make": adafactor},
     {"accumulate": 3},
     {"clip": 0.1},
+    {"clip": 0.1, "scale": 2.0**34, "factor": 2.0**18},
+    {"clip": 0.1, "scale": 2.0**34, "factor": 2.0**18, "accumulate": 2},
     {"make": fused, "clip": 0.1, "accumulate": 2},
     {"by_value": 1e-3},
     {"clip": 0.1, "by_value": 1e-2, "accumulate": 2},
