@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from lt_offload.hf.accelerated import accelerated
-    from lt_offload.hf.context import hf_trainer
+    from lt_offload.hf.context import OffloadedTrainerMixin, hf_trainer
     from lt_offload.model.forms import open_weights, store_weights
     from lt_offload.model.head import chunked_loss_reference
     from lt_offload.model.parts import micro_batched_reference
@@ -48,6 +48,7 @@ __all__ = [
     "InfeasibleError",
     "ModelError",
     "OffloadError",
+    "OffloadedTrainerMixin",
     "OffmateStrategy",
     "OverBudget",
     "Plan",
@@ -73,6 +74,7 @@ _ERRORS = {name: "lt_offload.errors" for name in __all__ if name.endswith("Error
 _LAZY = _ERRORS | {
     "AdamW": "lt_offload.optim",
     "ExactResume": "lt_offload.strategy.lightning",
+    "OffloadedTrainerMixin": "lt_offload.hf.context",
     "OffmateStrategy": "lt_offload.strategy.lightning",
     "OverBudget": "lt_offload.errors",
     "Plan": "lt_offload.schema.plan",

@@ -195,11 +195,12 @@ class App(LightningCLI):
         for name, unlimited in _UNLIMITED.items() if self.verb.__name__ in ("fit", "check") else ():
             if config.get(name) == 0:
                 raise ConfigError(f"trainer.{name}=0 trains nothing; raise it, or set it to {unlimited} for no limit")
-        # Lightning silently replaces this precision without a GPU.
-        if precision in ("16", "16-mixed") and (isinstance(strategy, Processes) or strategy == STRATEGY_NAME):
+        on_gpu = torch.cuda.is_available() and config.get("accelerator") != "cpu"
+        offloads = isinstance(strategy, Processes) or strategy == STRATEGY_NAME
+        if precision in ("16", "16-mixed") and offloads and not on_gpu:
             raise ConfigError(
-                f"trainer.precision={precision} needs a scaling of the loss, which offmate does not offer; set it to "
-                "bf16-mixed, or to 32-true where the GPU is older than bfloat16"
+                f"trainer.precision={precision} needs a GPU, without which Lightning computes in bfloat16; set it to "
+                "bf16-mixed, or to 32-true"
             )
         name = f"{recipes.run_name(self.recipe)}-{datetime.now():{_STAMP}}"
         self.run_dir = Path(root) if root else Path("runs") / name

@@ -203,6 +203,10 @@ GLOBAL_FORWARD_HOOKS: tuple[dict[int, Any], ...] = (
 step_pre_hooks_of: Callable[[Any], OrderedDict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
 step_post_hooks_of: Callable[[Any], OrderedDict[int, Any]] = attrgetter("_optimizer_step_post_hooks")
 """Hooks of an optimizer's step. The engine's have to be the last before it and the first behind it."""
+UNSCALE_GRADIENTS = "_unscale_grads_"
+"""Method of a ``GradScaler``, the only one that looks for gradients: in parameters, where those of blocks are not."""
+UNSCALES_ITSELF = "_step_supports_amp_scaling"
+"""Attribute of an optimizer whose step takes scaled gradients: Lightning does not clip what it gets."""
 STEP_HOOKS = frozenset({"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
 
 

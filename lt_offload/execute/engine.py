@@ -50,6 +50,7 @@ from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.execute.user_code.place import Place
+from lt_offload.execute.user_code.scaling import scaled
 from lt_offload.execute.user_code.step_hooks import OptimizerStepHook, SavedStates
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept, without_gradients
@@ -251,6 +252,8 @@ class Engine(LoopCalls):
         hosted = [w.param for w in self.weights if w.states.group is not None or w.index in on_host]
         updates.move(hosted, _HOST)
         updates.move([param for _, param in self.structure.rest], self.device.torch_device)
+        if self._window.delayed:
+            self._elsewhere.enter_context(scaled(updates.optimizer, partial(self._unscale, updates.optimizer)))
         params = {weight.param for weight in self.weights}
         calls = self._begin_step_within, self._after_step
         step = OptimizerStepHook(updates, params, *calls, delayed=self._window.delayed)
@@ -376,21 +379,37 @@ class Engine(LoopCalls):
                 self._accounting.enter_context(self.device.accounting(signature))
                 yield
             if self._iteration.enclosed:
-                self._end_step()
+                self._end_step(stepped=False)
         except BaseException:
             self.abort()
             raise
         finally:
             self._iteration.enclosed = False
 
-    def _end_step(self) -> None:
+    def _end_step(self, *, stepped: bool) -> None:
         self._iteration.enclosed = False
         self._accounting.close()
         with self._guard.suspended:
             gave = self._iteration.begun > 0
-            self._finish() if self._window.last else self.passes.end()
+            if not self._window.last:
+                self.passes.end()
+            elif stepped or not self._window.delayed:
+                self._finish()
+            else:
+                self._skip()
             if gave:
                 self._gradient_view.leave()
+
+    def _skip(self) -> None:
+        """End an iteration whose step a ``GradScaler`` has left out: no update uses its gradients."""
+        self.passes.end()
+        self._gradient_view.adopt()
+        if self.keeps_gradients:
+            self._gradient_view.keep()
+        self._forget_sums()
+        self._grad_norm = None
+        self.passes.forget_deferred()
+        self._guard.end()
 
     def _begin_step_within(self) -> None:
         if self._iteration.manual:
@@ -406,7 +425,7 @@ class Engine(LoopCalls):
         if self._iteration.manual:
             self._end_step_of_loop()
         elif self._iteration.enclosed and self._iteration.begun:
-            self._end_step()
+            self._end_step(stepped=True)
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -425,7 +444,10 @@ class Engine(LoopCalls):
         assert self.gradients is not None and self.updates is not None
         if not passes.update(keep=self.keeps_gradients):
             return
-        self._grad_norm = self.gradients.end_iteration(self._norms_of_rest())
+        self._grad_norm = norm = self.gradients.end_iteration(self._norms_of_rest())
+        # A GradScaler leaves it to fused optimizers to unscale gradients.
+        if norm is not None and (scale := getattr(self.updates.optimizer, "grad_scale", None)) is not None:
+            self._grad_norm = norm / scale.to(norm.device)
         self.updates.end_iteration(self.weights)
         self._iteration.end()
         passes.forget_deferred()

@@ -22,9 +22,9 @@ from lt_offload import limits
 from lt_offload.compat.hugging_face import optimizers_of
 from lt_offload.errors import ConfigError, OffloadError, OverBudget
 from lt_offload.execute import find_device
-from lt_offload.hf.replaced import Replaced
 from lt_offload.hf.report import read_record
 from lt_offload.hf.training import Training, unwrapped
+from lt_offload.machine.replaced import Replaced
 from lt_offload.model.batch import Size
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.compiled import around_calls

@@ -15,9 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from lt_offload.hf.replaced import Replaced
+from lt_offload.errors import ConfigError
 from lt_offload.hf.run import Run
 from lt_offload.hf.trainer import Offloaded
+from lt_offload.machine.replaced import Replaced
 from lt_offload.schema.plan import PlannerName
 from lt_offload.strategy.first.planning import settings_of
 
@@ -82,6 +83,36 @@ def hf_trainer(
     options = locals()
     settings_of(options)  # refuses what cannot be used as given here, and not when a Trainer is made
     return _opened(options)
+
+
+class OffloadedTrainerMixin:
+    """A base of Trainers of one's own, each of which trains as one that was made within :func:`hf_trainer`.
+
+    It stands before the Trainer: ``class Mine(OffloadedTrainerMixin, Trainer)``.
+
+    Args:
+        *args: of the Trainer.
+        offload: arguments of :func:`hf_trainer` by their names, such as ``{"memory": "10GB"}``; None: its defaults.
+        **kwargs: of the Trainer.
+
+    Raises:
+        ConfigError: if a setting cannot be used as given; by a subclass, if the Trainer stands before this class.
+        UnsupportedError: naming the Trainer's argument that cannot be honoured.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a Trainer that stands before the mixin, whose constructor would never come here."""
+        super().__init_subclass__(**kwargs)
+        first = next(base for base in cls.__mro__ if base is OffloadedTrainerMixin or base is Trainer)
+        if first is Trainer:
+            bases = ", ".join(base.__name__ for base in cls.__bases__)
+            raise ConfigError(
+                f"class {cls.__name__}({bases}): OffloadedTrainerMixin stands behind the Trainer; put it first"
+            )
+
+    def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        with hf_trainer(**(offload or {})):
+            super().__init__(*args, **kwargs)
 
 
 @contextmanager

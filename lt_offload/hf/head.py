@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lt_offload.compat.hugging_face import CHUNKED_LOG_PROBS, FUSED_FORWARD
-from lt_offload.hf.replaced import Replaced
+from lt_offload.machine.replaced import Replaced
 from lt_offload.model.compiled import cover
 
 _MODULE = "trl.trainer.utils"

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lt_offload.compat.hugging_face import items_in_batch
 from lt_offload.errors import ConfigError
-from lt_offload.hf.replaced import Replaced
+from lt_offload.machine.replaced import Replaced
 from lt_offload.model.blocks import Structure
 from lt_offload.model.parts import extent
 from lt_offload.model.snapshot import untouched

@@ -79,6 +79,7 @@ class Training(Planning):
             if engine is None:
                 norm: Tensor = clip_norm(listed, max_norm, norm_type)
                 return norm
+            accelerator.unscale_gradients()
             return engine.clip_grad_norm_(max_norm, norm_type, parameters=listed)
 
         def clip_grad_value_(parameters: Any, value: float) -> None:
@@ -87,6 +88,7 @@ class Training(Planning):
             if engine is None:
                 clip_value(listed, value)
             else:
+                accelerator.unscale_gradients()
                 engine.clip_grad_value_(value)
 
         vars(accelerator).update(clip_grad_norm_=clip_grad_norm_, clip_grad_value_=clip_grad_value_)

@@ -6,14 +6,14 @@ from lt_offload.limits.table import Setup, limit
 
 
 @limit(
-    "mixed_precision='fp16' and 'fp8'",
+    "mixed_precision='fp8'",
     "accelerate",
-    why="loss scaling would have to know all gradients before the first update, and fp8 changes the layers",
-    instead="use mixed_precision='bf16', or load the model in bfloat16",
+    why="it puts other layers in the place of the model's",
+    instead="use mixed_precision='bf16' or 'fp16'",
 )
 def _precision(run: Setup) -> str | None:
     precision = str(run.trainer.mixed_precision)
-    return f"Accelerator(mixed_precision={precision!r})" if precision not in ("no", "bf16") else None
+    return f"Accelerator(mixed_precision={precision!r})" if precision not in ("no", "bf16", "fp16") else None
 
 
 @limit(

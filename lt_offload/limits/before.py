@@ -65,11 +65,11 @@ _LIGHTNINGS_PRECISION = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.plu
 
 
 @limit(
-    "fp16, double and quantized precision, precision plugins of others",
+    "precision='16-true', double and quantized precision, precision plugins of others",
     "trainer",
-    why="loss scaling would have to know all gradients before the first update, and nobody knows what a plugin of "
-    "somebody else does around a step",
-    instead="use precision='bf16-mixed', 'bf16-true' or '32-true'",
+    why="small gradients of fp16 weights come to nothing, as no loss is scaled up for them, and nobody knows what a "
+    "plugin of somebody else does around a step",
+    instead="use precision='16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'",
     training_only=False,
 )
 def _precision(run: Setup) -> str | None:
@@ -77,7 +77,7 @@ def _precision(run: Setup) -> str | None:
     value, plugin = run.trainer.precision, type(run.trainer.precision_plugin)
     if _LIGHTNINGS_PRECISION.match(plugin.__module__) is None:
         return f"Trainer(plugins=[{plugin.__name__}(...)])"
-    return None if value in ("32-true", "bf16-true", "bf16-mixed") else f"Trainer(precision={value!r})"
+    return None if value in ("32-true", "bf16-true", "bf16-mixed", "16-mixed") else f"Trainer(precision={value!r})"
 
 
 @limit(
@@ -230,16 +230,17 @@ def _collected_outputs(run: Setup) -> str | None:
 
 
 @limit(
-    "float16 weights",
+    "float16 weights that train",
     "model",
-    why="they need loss scaling",
-    instead="load the model in bfloat16 or float32",
+    why="no GradScaler takes their gradients, and small ones come to nothing without",
+    instead="load the model in float32, and compute in float16 by precision='16-mixed', fp16=True or torch.autocast",
 )
 def _half(run: Setup) -> str | None:
     # Here, as the table is also read where torch is not loaded.
     import torch
 
-    return next((f"parameter {n} of dtype float16" for n, p in _parameters(run) if p.dtype == torch.float16), None)
+    halves = (n for n, p in _parameters(run) if p.requires_grad and p.dtype == torch.float16)
+    return next((f"parameter {name} of dtype float16" for name in halves), None)
 
 
 @limit(
@@ -470,8 +471,10 @@ limit(
 def _replaced_step(run: Setup) -> str | None:
     for optimizer in run.optimizers:
         # Updates call the step of the class: one on the object would never run.
-        step = vars(optimizer).get("step")  # a scheduler puts a wrapper there that counts
-        if step is not None and getattr(step, "__wrapped__", step) is not type(optimizer).step:
+        step = vars(optimizer).get("step")
+        # A scheduler puts a wrapper there that counts, and accelerate, with a scaler, the method itself.
+        known = getattr(step, "__wrapped__", None), getattr(step, "__func__", None)
+        if step is not None and type(optimizer).step not in known:
             return f"{type(optimizer).__name__}.step of the instance"
     return None
 

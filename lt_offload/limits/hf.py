@@ -40,12 +40,11 @@ limit(
 )(_any_of("torch_compile"))
 
 limit(
-    "fp16, fp16_full_eval, bf16_full_eval",
+    "fp16_full_eval, bf16_full_eval",
     "hf",
-    why="loss scaling would have to know all gradients before the first update, and a full evaluation in another dtype "
-    "changes the weights for good",
-    instead="use bf16=True, or load the model in bfloat16",
-)(_any_of("fp16", "fp16_full_eval", "bf16_full_eval"))
+    why="a full evaluation in another dtype changes the weights for good",
+    instead="use fp16=True or bf16=True, or load the model in bfloat16",
+)(_any_of("fp16_full_eval", "bf16_full_eval"))
 
 limit(
     "deepspeed, fsdp, parallelism_config",

@@ -115,7 +115,7 @@ class Metrics(_Base):
             return
         self._check_loss(trainer)
         self._restart()
-        if engine is not None and engine.plan is not None:
+        if engine is not None and engine.plan is not None and engine.stats.iterations:
             self._log_engine(engine)
 
     def _watch_loss(self, trainer: Any) -> None:

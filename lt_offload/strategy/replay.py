@@ -64,8 +64,9 @@ def load_plan(
     if settings.delayed and not plan.delayed:
         raise PlanError(
             f"plan={str(path)!r} updates weights before the norm of all gradients is known, by which gradient_clip_val "
-            "clips, and before on_after_backward and on_before_optimizer_step, where hooks look at them; plan again, "
-            "or set gradient_clip_algorithm='value' and leave such hooks out"
+            "clips, before precision='16-mixed' knows that none is infinite, and before on_after_backward and "
+            "on_before_optimizer_step, where hooks look at them; plan again, or set gradient_clip_algorithm='value' "
+            "and another precision, and leave such hooks out"
         )
     if processes > 1 and not plan.delayed:
         try:

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lt_offload import limits
 from lt_offload.compat.lightning import AFTER_CLOSURE, BEFORE_ZERO_GRAD, CLIP_GRADIENTS
+from lt_offload.compat.torch import UNSCALES_ITSELF
 from lt_offload.errors import ConfigError
 from lt_offload.model.compiled import cover
 from lt_offload.plan.batch.splits import LARGEST, Choices
@@ -140,7 +141,13 @@ def looks_at_gradients(trainer: Any, hooks: Sequence[str] = LOOKING) -> str | No
 
 def reads_gradients(trainer: Any) -> bool:
     """Return whether all gradients, or their norm, are read before they are used."""
-    return _clips_by_norm(trainer) or _clips_by_hook(trainer) or looks_at_gradients(trainer) is not None
+    clips = _clips_by_norm(trainer) or _clips_by_hook(trainer)
+    return clips or _scales(trainer) or looks_at_gradients(trainer) is not None
+
+
+def _scales(trainer: Any) -> bool:
+    """Return whether a ``GradScaler`` decides about each update, as under ``precision="16-mixed"``."""
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
 def _clips_by_norm(trainer: Any) -> bool:
@@ -201,7 +208,8 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         return nullcontext() if present() is None else _shown(engine(), final=final)
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        if present() is None:
+        # The plugin refuses to clip for a fused optimizer, whose step takes scaled gradients.
+        if present() is None or (_scales(trainer) and getattr(optimizer, UNSCALES_ITSELF, False)):
             plain_clip(optimizer, clip_val, gradient_clip_algorithm)
             return
         if not clip_val > 0:

@@ -195,9 +195,13 @@ class OfGradients(TrainerCallback):
         _log_norms(state, model, "after")
 
 
+def _norm(gradient: torch.Tensor) -> float:
+    return float(gradient.norm().nan_to_num())  # NaN, where a step is left out, equals nothing
+
+
 def _log_norms(state: Any, model: Any, when: str) -> None:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    state.log_history.append({f"{when} {name}": float(g.norm()) for name, g in gradients.items() if g is not None})
+    state.log_history.append({f"{when} {name}": _norm(g) for name, g in gradients.items() if g is not None})
 
 
 class Sentences(torch.utils.data.IterableDataset[Any]):
@@ -212,7 +216,7 @@ def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, *
     return kind(**{**DEFAULTS, "use_cpu": not torch.cuda.is_available(), "output_dir": str(folder / "out"), **settings})
 
 
-def plain(model: Callable[[], Any] = llama, kind: type[Trainer] = Trainer, **settings: Any) -> Make:
+def plain(model: Callable[[], Any] = llama, kind: Callable[..., Trainer] = Trainer, **settings: Any) -> Make:
     """Return what makes a Trainer of transformers; arguments of the Trainer itself begin with an underscore."""
     own = {name[1:]: value for name, value in settings.items() if name.startswith("_")}
     rest = {name: value for name, value in settings.items() if not name.startswith("_")}
@@ -309,7 +313,7 @@ def lora_and_head() -> Any:
 
 
 _STEPS = {"eval_strategy": "steps", "eval_steps": 2}
-_EVALUATED: Mapping[str, Any] = {
+EVALUATED: Mapping[str, Any] = {
     **_STEPS,
     # The smallest budget is that of the training.
     "per_device_eval_batch_size": 1,
@@ -324,9 +328,9 @@ HF: dict[str, Make] = {
     "gradient_accumulation_steps=4, uneven end": plain(gradient_accumulation_steps=4, num_train_epochs=2, max_steps=-1),
     "bf16": plain(bf16=True),
     "gradient_checkpointing": plain(gradient_checkpointing=True),
-    "eval_strategy, compute_metrics": plain(**_EVALUATED),
+    "eval_strategy, compute_metrics": plain(**EVALUATED),
     "load_best_model_at_end": plain(
-        **_EVALUATED,
+        **EVALUATED,
         save_strategy="steps",
         save_steps=2,
         load_best_model_at_end=True,
@@ -343,7 +347,7 @@ HF: dict[str, Make] = {
     **_NAMED,
     "PEFT": plain(lora),
     "PEFT, load_best_model_at_end": plain(
-        lora, **_EVALUATED, save_strategy="steps", save_steps=2, load_best_model_at_end=True
+        lora, **EVALUATED, save_strategy="steps", save_steps=2, load_best_model_at_end=True
     ),
     "NEFTune, label smoothing": plain(neftune_noise_alpha=5.0, label_smoothing_factor=0.1),
     "group_by_length": plain(train_sampling_strategy="group_by_length"),
@@ -351,12 +355,12 @@ HF: dict[str, Make] = {
     "own training_step that edits gradients": plain(kind=OwnStep, gradient_accumulation_steps=2),
     "own training_step that calls loss.backward() per row": plain(kind=OwnBackward, gradient_accumulation_steps=2),
     "callback that reads and edits gradients": plain(_callbacks=[OfGradients()], max_grad_norm=0.1),
-    "own compute_loss with two forwards": plain(lambda: llama(attention_dropout=0.2), kind=TwoForwards, **_EVALUATED),
+    "own compute_loss with two forwards": plain(lambda: llama(attention_dropout=0.2), kind=TwoForwards, **EVALUATED),
     "own create_optimizer, a group per layer": plain(kind=GroupPerLayer),
     "optimizers=(AdamW, OneCycleLR)": with_schedule,
     "IterableDataset, gradient_accumulation_steps=2": plain(_train_dataset=Sentences(), gradient_accumulation_steps=2),
     "reduce_lr_on_plateau": plain(
-        **{**_EVALUATED, "eval_steps": 1},
+        **{**EVALUATED, "eval_steps": 1},
         lr_scheduler_type="reduce_lr_on_plateau",
         lr_scheduler_kwargs={"factor": 0.5, "patience": 0},
     ),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import GradScalerKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -75,9 +76,14 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(trained, lr=1e-2, fused=True, **options)
 
 
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
 def of_examples(
     script: Script,
     *,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     accumulate: int = 1,
     clip: float | None = None,
     evaluates: bool = False,
@@ -90,11 +96,14 @@ def of_examples(
     if script.settings is not None and tile is not None:
         script.settings = script.settings | {"tile_tokens": tile}
     with script.within:
+        if options.get("mixed_precision") == "fp16":
+            scale = GradScalerKwargs(2.0**30, backoff_factor=2.0**-14, growth_factor=2.0**14, growth_interval=1)
+            options["kwargs_handlers"] = [scale]
         accelerator = script.start(gradient_accumulation_steps=accumulate, **options)
         made = model(script)
         if script.settings is None and tile is not None:
             lt_offload.tile_tokens(made, tile)
-        optimizer: Any = adamw(made)
+        optimizer: Any = make(made)
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         net, optimizer, loader, schedule = accelerator.prepare(
             made, optimizer, script.loader(shuffle=shuffle), schedule
@@ -105,14 +114,20 @@ def of_examples(
                     loss = net(**batch).loss
                     accelerator.backward(loss)
                     if clip is not None and accelerator.sync_gradients:
-                        script.notes(accelerator.clip_grad_norm_(net.parameters(), clip))
+                        script.notes(accelerator.clip_grad_norm_(net.parameters(), clip).nan_to_num())
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
                 script.notes(accelerator.gather(loss), schedule.get_last_lr(), accelerator.sync_gradients)
+                script.notes(accelerator.optimizer_step_was_skipped, scale_of(accelerator))
             if evaluates:
                 evaluate(script, net)
         return script.ended(net, optimizer)
+
+
+def scale_of(accelerator: Any) -> float:
+    """Return the factor of the loss."""
+    return 1.0 if accelerator.scaler is None else float(accelerator.scaler.get_scale())
 
 
 def evaluate(script: Script, model: Any) -> None:
@@ -284,13 +299,18 @@ CASES: dict[str, Callable[[Script], Ended]] = {
     "diffusion": diffusion,
     "two lists": two_lists,
 }
+ON_A_GPU: dict[str, Callable[[Script], Ended]] = {
+    f"fp16, {name}": partial(of_examples, accumulate=2, mixed_precision="fp16", **options)
+    for name, options in {"clipped": {"clip": 0.1, "evaluates": True}, "not clipped": {}, "SGD": {"make": sgd}}.items()
+}
+"""What accelerate refuses on a CPU. Every second step is left out, beginning with the first."""
 
 
 def train(case: str, folder: Path, sizes: dict[str, Any], settings: dict[str, Any] | None) -> Ended:
     """Train ``case`` plainly, or with the ``settings`` of ``accelerated``."""
     gc.collect()
     try:
-        return CASES[case](Script(folder, settings, sizes))
+        return (CASES | ON_A_GPU)[case](Script(folder, settings, sizes))
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()

@@ -53,6 +53,7 @@ def test_an_ordinary_trainer_passes() -> None:
 
 def test_a_precision_plugin_of_lightnings_passes() -> None:
     check("trainer", Setup(trainer=trainer(plugins=[MixedPrecision("bf16-mixed", "cpu")])))
+    check("trainer", Setup(trainer=trainer(plugins=[MixedPrecision("16-mixed", "cpu")])))
 
 
 def test_no_clipping_is_not_clipping() -> None:
@@ -149,9 +150,8 @@ def test_batch_norm_passes_on_one_device_and_where_it_keeps_nothing() -> None:
     check("trainer", Setup(trainer=trainer(Normed(tracks=False), devices=2)))
 
 
-def test_loss_scaling() -> None:
-    made = trainer(plugins=[MixedPrecision("16-mixed", "cpu")])  # on a CPU Lightning takes the name for bf16-mixed
-    assert "Trainer(precision='16-mixed')" in message("trainer", Setup(trainer=made))
+def test_float16_weights_that_do_not_train_pass() -> None:
+    check("model", Setup(model=nn.Linear(2, 2).half().requires_grad_(False)))
 
 
 def test_an_accelerator_that_is_neither_cuda_nor_cpu() -> None:

@@ -21,6 +21,7 @@ PUBLIC = [
     "InfeasibleError",
     "ModelError",
     "OffloadError",
+    "OffloadedTrainerMixin",
     "OffmateStrategy",
     "OverBudget",
     "Plan",

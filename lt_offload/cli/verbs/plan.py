@@ -274,7 +274,8 @@ def estimate(
         batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
         sequence_length=data.max_length,
         dtype=module.model_dtype,
-        autocast="bfloat16" if app.trainer.precision == "bf16-mixed" else None,
+        # Of float16, which has as many bytes, no machine has figures.
+        autocast="bfloat16" if app.trainer.precision in ("bf16-mixed", "16-mixed") else None,
         hardware=machine,
         optimizer=module.make_optimizer,
         quantize=module.quantize,

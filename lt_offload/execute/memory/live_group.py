@@ -302,3 +302,15 @@ def needed_by_compute(
     device.wait(*events, reads=on_host if write else [*on_device, *on_host], writes=on_device if write else ())
     for group in groups:
         group._device_ready = None  # the compute lane is ordered after it for good
+
+
+def needed_by_caller(device: Device, groups: Sequence[LiveGroup]) -> None:
+    """Order the calling thread, which reads and writes ``groups`` where they are, after whatever fills them."""
+    here = [group for group in groups if group.buffer is not None]
+    device.wait(
+        *distinct(group.device_ready for group in here), writes=[g.buffer for g in here if g.buffer is not None]
+    )
+    at_home = [group for group in groups if group.buffer is None]
+    device.synchronize(*complete_on_host(at_home))
+    for group in at_home:
+        group.awaited_on_host()

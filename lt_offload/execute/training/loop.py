@@ -14,7 +14,7 @@ from lt_offload import limits
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.iteration import Iteration
 from lt_offload.execute.training.passes import Passes
-from lt_offload.execute.updates.clipping import Clipping, RestClipping, require_positive
+from lt_offload.execute.updates.clipping import Clipping, RestClipping, Unscale, require_positive
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.window import Window
 from lt_offload.execute.user_code.gradient_view import GradientView
@@ -139,6 +139,14 @@ class LoopCalls(ABC):
         with self._changing():
             self._clipping.clip_each(clip_value)
             self._clip_rest(clip_value)
+
+    def _unscale(self, optimizer: Optimizer, unscale: Unscale, inverse: Tensor) -> bool:
+        """Let ``unscale`` multiply the gradients of the present window by ``inverse``; return whether there are any."""
+        view = self._gradient_view
+        with self._guard.suspended:
+            self.passes.end()
+            with view.changing(show=True):
+                return self._clipping.unscale(optimizer, unscale, inverse)
 
     def clip_rest(self) -> None:
         """Clamp the gradients of parameters outside the blocks to :attr:`clip_value`, once they are complete."""

@@ -1,7 +1,8 @@
 """Clipping: what is done to gradients before updates use them, decided when they are complete, wherever they are.
 
 Nothing is written at once: an update scales and clamps a gradient when it reads it, in place. Parameters outside the
-blocks have ordinary gradients, which are clipped as in plain PyTorch (:class:`RestClipping`).
+blocks have ordinary gradients, which are clipped as in plain PyTorch (:class:`RestClipping`). Only a ``GradScaler``,
+which has to look at every number for its verdict, writes each gradient at once (:meth:`Clipping.unscale`).
 
 The norm of each tensor that the last backward of a window has left on the device is found there, before it leaves
 (:func:`norms`), so that no gradient is read a second time for it, and nobody waits for the copies.
@@ -9,13 +10,18 @@ The norm of each tensor that the last backward of a window has left on the devic
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.compat.torch import foreach_norm, grouped_by_device_and_dtype
@@ -23,8 +29,11 @@ from lt_offload.errors import ConfigError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.host_task import HostTask
-from lt_offload.execute.memory.live_group import complete_on_host, distinct
-from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.memory.live_group import complete_on_host, distinct, needed_by_caller
+from lt_offload.execute.memory.tensors import Sum, Weight
+
+Unscale = Callable[[Any, torch.device], object]
+"""A scaler's function of what has the groups of an optimizer, with gradients on one device, and of that device."""
 
 
 class Clipping:
@@ -145,6 +154,45 @@ class Clipping:
             clip_grads_with_norm_(others, max_norm, norm)
         return norm
 
+    def unscale(self, optimizer: Optimizer, unscale: Unscale, inverse: Tensor) -> bool:
+        """Let ``unscale`` write the gradients of ``optimizer`` where they are; return whether there are any.
+
+        Every sum is complete, or will be when what has been queued is over.
+
+        Args:
+            optimizer: of the training.
+            unscale: a scaler's.
+            inverse: the factor by which it multiplies them.
+
+        Raises:
+            UnsupportedError: if gradients have been clipped already.
+        """
+        if self._clipped:
+            raise limits.CLIPPED.error("gradients that are clipped already were to be unscaled")
+        totals = {id(weight.param): weight.total for weight in self._weights if weight.total is not None}
+        filled = [total for total in totals.values() if total.filled]
+        groups = list(dict.fromkeys(total.group for total in filled))
+        needed_by_caller(self._device, groups)
+        by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                standing = _standing(totals.get(id(param)), param)
+                if standing.grad is not None:
+                    by_device[standing.grad.device].append(standing)
+        for device, params in by_device.items():
+            unscale(SimpleNamespace(param_groups=[{"params": params}]), device)
+        for changed in groups:
+            changed.changed_on_device()
+        known = [total.norm for total in filled if total.norm is not None]
+        # A power of two changes exponents alone, also of the squares in a norm, which has to be read otherwise.
+        exact = bool(known) and math.frexp(float(inverse))[0] == 0.5
+        with plain_torch():
+            for norm in known if exact else ():
+                norm.mul_(inverse.to(norm.device))
+        for total in filled:
+            total.fill(total.norm if exact else None)
+        return bool(by_device)
+
     def _require_all(self, params: Sequence[Tensor]) -> None:
         """Raise ``ConfigError`` if a weight that has a gradient is not one of ``params``: all gradients are scaled."""
         named = set(map(id, params))
@@ -212,6 +260,16 @@ class RestClipping:
 
     def _gradients(self) -> list[Tensor]:
         return [param.grad for param in self._params if param.grad is not None]
+
+
+def _standing(total: Sum | None, param: Tensor) -> Tensor:
+    """Return a tensor whose ``grad`` is ``total``, if there is a gradient in it; ``param`` itself without a sum."""
+    if total is None:
+        return param
+    place = total.host if total.view is None else total.view
+    stand_in = place.detach()
+    stand_in.grad = place if total.filled else None
+    return stand_in
 
 
 def require_positive(setting: str, value: float) -> None:

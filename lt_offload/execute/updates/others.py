@@ -29,7 +29,7 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.memory.common import UPDATE, Common, check_alike, contents
 from lt_offload.execute.memory.host_task import HostTask
-from lt_offload.execute.memory.live_group import LiveGroup, complete_on_host, distinct
+from lt_offload.execute.memory.live_group import LiveGroup, needed_by_caller
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight, add_in_order
 from lt_offload.schema.plan import Op
@@ -129,7 +129,7 @@ class SumsOfAll:
         rest = self._gradients_of_rest(states[len(self._totals) :])
         now = [total for total in filled if total not in begun]
         groups = list(dict.fromkeys(total.group for total in now))
-        self._begin(groups)
+        needed_by_caller(self._device, groups)
         with torch.no_grad():
             tensors = [(total, _complete(total)) for total in now]
             self._collect([*(tensor for total, tensor in tensors if not _in_common(total)), *rest])
@@ -221,16 +221,6 @@ class SumsOfAll:
     def _bring_home(self, groups: Sequence[LiveGroup]) -> None:
         self._residency.bring_home(groups)
         self._residency.forget(groups)
-
-    def _begin(self, groups: Sequence[LiveGroup]) -> None:
-        """Order this thread, which reads and writes the sums, after whatever fills them."""
-        here = [group for group in groups if group.buffer is not None]
-        buffers = [group.buffer for group in here if group.buffer is not None]
-        self._device.wait(*distinct(group.device_ready for group in here), writes=buffers)
-        at_home = [group for group in groups if group.buffer is None]
-        self._device.synchronize(*complete_on_host(at_home))
-        for group in at_home:
-            group.awaited_on_host()
 
 
 def _state(total: Sum) -> int:

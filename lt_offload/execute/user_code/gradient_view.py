@@ -229,13 +229,17 @@ class GradientView:
     # -- for users' code ---------------------------------------------------------------------------------------------
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Enclose what says how updates will change the gradients: ``param.grad`` would not show it."""
+    def changing(self, *, show: bool = False) -> Iterator[None]:
+        """Enclose what says how updates will change the gradients: ``param.grad`` would not show it.
+
+        Args:
+            show: they are changed at once, and shown again if they were before.
+        """
         shown = bool(self._shown)
         self.adopt(final=False)
         yield
         if shown:
-            self.put_stand_ins()
+            self.show() if show else self.put_stand_ins()
 
     def show_used(self) -> None:
         """Show what the last updates have used, to be read."""
@@ -253,11 +257,15 @@ class GradientView:
         self.adopt(final=final)
         self.drop_stand_ins()
 
+    def keep(self) -> None:
+        """Keep what updates are to use, to be shown afterwards."""
+        self._used = self._filled
+        self._residency.bring_home(_groups(self._used))
+
     @contextmanager
     def kept(self, gradients: Gradients) -> Iterator[None]:
         """Enclose updates whose gradients can be shown afterwards: they are made complete on the host, as used."""
-        self._used = self._filled
-        self._residency.bring_home(_groups(self._used))
+        self.keep()
         squares = gradients.square_sums
         if squares is not None:
             squares = [vector_norm(one.host, dtype=torch.float32).square_() for one in self._used]

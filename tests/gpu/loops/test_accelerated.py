@@ -23,6 +23,9 @@ BUDGETS = {
     "resumed": "middle",
     "diffusion": "resident",  # its average of weights is on the GPU, beside the budget
     "two lists": "smallest",
+    "fp16, clipped": "smallest",
+    "fp16, not clipped": "middle",
+    "fp16, SGD": "recomputing",
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Trainer
 
 import lt_offload
 from scripts.hf import cases
@@ -52,6 +53,45 @@ def test_a_run_is_the_plain_one(
     assert plain.differs(ended(trainer)) == []
     reference = getattr(trainer, "ref_model", None)  # TRL loads it to the GPU
     assert reference is None or {parameter.device.type for parameter in reference.parameters()} == {"cpu"}
+
+
+class Scaled(Trainer):
+    """Every second step is left out, beginning with the first."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cuda", 2.0**30, 2.0**14, 2.0**-14, growth_interval=1)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.log({"scale": self.accelerator.scaler.get_scale()})
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        logs = {name: str(value) if value != value else value for name, value in logs.items()}  # NaN equals nothing
+        super().log(logs, *args, **kwargs)
+
+
+FP16: dict[str, tuple[str, dict[str, Any]]] = {
+    "clipped": ("tight", {}),
+    "not clipped": ("middle", {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}),
+    "not fused": ("recompute", {"optim": "adamw_torch", "gradient_accumulation_steps": 2}),
+    "callback that reads and edits gradients": ("middle", {"_callbacks": [cases.OfGradients()], "optim": "sgd"}),
+    "evaluated": ("tight", {**cases.EVALUATED, "optim": "adafactor"}),
+}
+
+
+@pytest.mark.parametrize("case", FP16)
+def test_a_run_in_fp16_is_the_plain_one(case: str, folder: Path, target: Target, deterministic: None) -> None:
+    if not target.cuda:
+        pytest.skip("transformers refuses fp16 on a CPU")
+    budget, settings = FP16[case]
+    make = cases.plain(kind=Scaled, fp16=True, max_steps=5, **settings)
+    plain = ended(train(make, folder))
+    trainer = trained(make, budget, folder)
+    assert plain.differs(ended(trainer)) == []
+    scales = [record["scale"] for record in trainer.state.log_history if "scale" in record]
+    assert set(scales) == {2.0**30, 2.0**16}
 
 
 def test_a_trainer_evaluates_without_training_and_its_model_stays_on_the_host(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 import lt_offload
@@ -58,6 +60,52 @@ def test_bf16_with_our_optimizer(options: dict[str, Any], way: str, bench: Bench
 def test_precisions_of_the_trainer(precision: Any, way: str, bench: Bench) -> None:
     def scene(strategy: Any) -> Run:
         return bench.fit(strategy, module(dropout=0.1), precision=precision)
+
+    assert differences(*bench.compare(way, scene)) == []
+
+
+class Scales(L.Callback):
+    """The scale after each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.precision_plugin.scaler.get_scale())
+
+
+@in_both_ways
+@pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_16_mixed(settings: dict[str, Any], way: str, bench: Bench) -> None:
+    """Every second step is left out, beginning with the first."""
+
+    def scene(strategy: Any) -> Run:
+        made, device = module(dropout=0.1), bench.device.type
+
+        def configure() -> Any:  # a fused optimizer would unscale in its step, and could not be clipped
+            return torch.optim.SGD(made.parameters(), lr=1e-2, momentum=0.9)
+
+        made.configure_optimizers = configure
+        scaler = torch.amp.GradScaler(device, 2.0**30, 2.0**14, 2.0**-14, growth_interval=1)
+        precision = MixedPrecision("16-mixed", device, scaler)
+        return bench.fit(strategy, made, plugins=[precision], callbacks=[Scales()], max_epochs=3, **settings)
+
+    expected, found = bench.compare(way, scene)
+    assert differences(expected, found) == []
+    expected, found = (run.trainer.callbacks[0].seen for run in (expected, found))
+    assert found == expected
+    assert set(found) == {2.0**30, 2.0**16}
+
+
+@in_both_ways
+def test_16_mixed_by_its_name(way: str, bench: Bench) -> None:
+    """On a CPU Lightning computes in bfloat16 instead, and says so."""
+    if bench.device.type == "cpu":
+        pytest.skip("needs a GPU")
+
+    def scene(strategy: Any) -> Run:
+        return bench.fit(strategy, module(), precision="16-mixed")
 
     assert differences(*bench.compare(way, scene)) == []
 

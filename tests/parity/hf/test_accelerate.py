@@ -253,7 +253,7 @@ def _before_the_context(_accelerator: Any) -> None:
 @pytest.mark.parametrize(
     ("use", "options", "message"),
     [
-        (None, {"mixed_precision": "fp16"}, r"Accelerator\(mixed_precision='fp16'\): .* use mixed_precision='bf16'"),
+        (None, {"mixed_precision": "fp8"}, r"Accelerator\(mixed_precision='fp8'\): .* use mixed_precision='bf16' or"),
         (None, {"dynamo_backend": "eager"}, r"Accelerator\(dynamo_backend='EAGER'\): .* layer\.compile\(\)"),
         (_second, {}, r"Net beside Net: .* call requires_grad_\(False\)"),
         (_no_optimizer, {}, "0 optimizers that accelerator.prepare.. got have weights of Net"),
@@ -267,8 +267,8 @@ def _before_the_context(_accelerator: Any) -> None:
 def test_what_cannot_be_trained(
     use: Callable[[Any], None] | None, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if options.get("mixed_precision") == "fp16":  # accelerate itself refuses it on a CPU
-        monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
+    if options.get("mixed_precision") == "fp8":  # accelerate itself refuses it on a CPU
+        monkeypatch.setattr(Accelerator, "mixed_precision", "fp8")
         options = {}
 
     def loop() -> None:

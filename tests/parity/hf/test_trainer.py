@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,33 @@ from lt_offload.errors import ConfigError
 from lt_offload.hf.run import Run
 from lt_offload.strategy.first.survey import FirstIteration
 from scripts.hf import cases
-from scripts.hf.runs import BUDGETS, compare, ended, quiet, train
-from tests.sampling import grid
+from scripts.hf.runs import BUDGETS, compare, ended, least, quiet, train
+from tests.sampling import grid, some
 
 
 @pytest.mark.parametrize(("case", "budget"), grid(cases.HF, BUDGETS, count=2))
 def test_a_run_is_the_plain_one(case: str, budget: str, tmp_path: Path) -> None:
     _, differs = compare(cases.HF[case], budget, tmp_path)
     assert differs == []
+
+
+class Mixed(lt_offload.OffloadedTrainerMixin, cases.OwnBackward):
+    """A Trainer of one's own, with a training step of its own, that is offloaded wherever it is made."""
+
+
+@pytest.mark.parametrize("budget", some(["middle", "recompute", "tight"], 1))
+def test_a_trainer_of_a_class_that_is_offloaded_is_the_plain_one(budget: str, tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": 2, **cases.EVALUATED}
+    make = cases.plain(kind=cases.OwnBackward, **settings)
+    plain = ended(train(make, tmp_path))
+    least_bytes = least(make, tmp_path, **({"activation_offload": False} if budget == "recompute" else {}))
+    options = {"memory": least_bytes * 2 if budget == "middle" else least_bytes}
+    options |= {"activation_offload": False} if budget == "recompute" else {}
+    trainer = train(cases.plain(kind=partial(Mixed, offload=options), **settings), tmp_path)
+    assert plain.differs(ended(trainer)) == []
+    assert type(trainer).__name__ == "Mixed"
+    assert isinstance(trainer, Mixed)
+    assert trainer.offmate.plan.budget_bytes <= options["memory"]
 
 
 def with_gradients() -> Any:

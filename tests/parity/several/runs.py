@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -46,6 +47,7 @@ MIDWAY = {"4 from a step of 2": (FOUR, "2, steps/step=2"), "1 from a step of 2":
 """The same in the middle of an epoch, to its end."""
 PLAIN, STOCK = ", plain", ", ddp"
 LATER = "2, saved while training goes on"
+SCALED = "2, 16-mixed"
 
 
 class Whole(Synced):
@@ -92,6 +94,12 @@ class WholeUnfrozen(Whole, Unfrozen):
 def ours(*, later: bool = False) -> lt_offload.OffmateStrategy:
     """The strategy, with updates on the host: of several processes each owns some of the weights."""
     return lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l", async_checkpoint=later)
+
+
+def scaled() -> dict[str, Any]:
+    """Return what makes a Trainer scale losses by so much that every second step is left out."""
+    scaler = torch.amp.GradScaler("cpu", 2.0**30, 2.0**14, 2.0**-14, growth_interval=1)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}  # type: ignore[arg-type]
 
 
 def every_step(folder: Path) -> dict[str, Any]:
@@ -143,6 +151,7 @@ def by(count: int, machines: int, folder: Path) -> None:
     if (count, machines) == PAIR:
         for name, later in (("2", False), (LATER, True)):
             train(folder, name, ours(later=later), **devices, **every_step(folder / f"{name}, steps"))
+        train(folder, SCALED, ours(), **devices, **scaled())
         train(folder, "2" + STOCK, "ddp", **devices)
         train(folder, "unfrozen", ours(), kind=WholeUnfrozen, **devices)
         stock = "ddp_find_unused_parameters_true"
@@ -160,6 +169,7 @@ def plainly(folder: Path) -> None:
     """Carry out the runs without the strategy, in one process."""
     one: dict[str, Any] = {"devices": 1}
     train(folder, "2" + PLAIN, "auto", accumulate_grad_batches=2, **one)
+    train(folder, SCALED + PLAIN, "auto", accumulate_grad_batches=2, **one, **scaled())
     train(folder, "unfrozen" + PLAIN, "auto", kind=WholeUnfrozen, accumulate_grad_batches=2, **one)
     train(folder, "2 on 2" + PLAIN, "auto", accumulate_grad_batches=2, **one)
     for name, ((ranks, _), start) in RESUMED.items():

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lt_offload.strategy.checkpoint import files, sums
-from tests.parity.several.runs import LATER, MIDWAY, PLAIN, RESUMED, STOCK
+from tests.parity.several.runs import LATER, MIDWAY, PLAIN, RESUMED, SCALED, STOCK
 from tests.parity.several.training import alike
 
 pytestmark = pytest.mark.long
@@ -38,7 +38,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["2", "2 on 2", "unfrozen", *RESUMED])
+@pytest.mark.parametrize("name", ["2", "2 on 2", "unfrozen", SCALED, *RESUMED])
 def test_they_end_where_one_process_does_that_accumulates(folder: Path, name: str) -> None:
     found, plain = read(folder, name), read(folder, name + PLAIN)
     for part in ("weights", "states", "steps"):
@@ -60,6 +60,11 @@ def test_what_is_loaded_is_what_was_saved(folder: Path, name: str, start: str) -
     assert alike(found["loaded"], (before["weights"], before["states"]))
     assert found["steps"] > before["steps"]
     assert not alike(found["weights"], before["weights"])
+
+
+def test_steps_that_a_scaler_leaves_out_update_nothing(folder: Path) -> None:
+    found = read(folder, SCALED)
+    assert {int(state["step"]) for state in found["states"].values()} == {found["steps"] // 2}
 
 
 def test_a_layer_that_trains_later_is_updated_less_often(folder: Path) -> None:

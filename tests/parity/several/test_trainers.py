@@ -20,6 +20,7 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
     for found in (first, second):
         assert found["differences"] == []
         assert found["edited"] == []
+        assert found["scaled"] == []
         assert found["averaged"] == []
         assert "cannot be opened: [Errno 13] Permission denied" in found["closed"]
         assert (

@@ -10,8 +10,10 @@ import errno
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -87,6 +90,15 @@ class Edited(Synced):
             param.grad.clamp_(-1e-4, 1e-4)
 
 
+class Infinite(Synced):
+    """Has an infinite loss in the first step of the second process, and once in the first process."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        bad = (self.trainer.global_rank, self.trainer.global_step) in ((1, 0), (0, 3))
+        return loss * float("inf") if bad else loss
+
+
 class Unfrozen(Synced):
     """Trains its first layer from the third step on."""
 
@@ -127,6 +139,7 @@ def main(folder: Path) -> None:
         found["steps"] = run.trainer.global_step
         found["chosen"] = chosen()
         found["edited"] = edited()
+        found["scaled"] = scaled()
         found["averaged"] = averaged(folder)
         found["closed"] = failing_early(rank)
         found["small"] = failing(module(), memory=MEMORY, host_memory="3MB")[0]
@@ -174,6 +187,32 @@ def edited() -> list[str]:
     assert strategy.plan is not None
     assert "host" in strategy.plan.update_places
     return trainers.differences(run, trainers.fit("ddp", module(Edited), devices=2, max_epochs=1))
+
+
+def scaled() -> list[str]:
+    """Return what differs from stock ``ddp`` where a scaler leaves steps out, with updates on the host, clipped.
+
+    It computes in bfloat16: in float16 ``ddp``, which divides by the number of processes later, has other last bits.
+    """
+    runs, scales = [], []
+    strategy = lt_offload.OffmateStrategy(memory=MEMORY, planner="l2l")
+    for one in (strategy, "ddp"):
+        scaler = torch.amp.GradScaler("cpu", 2.0**16, 2.0**20, 2.0**-20, growth_interval=2)
+        precision = MixedPrecision("16-mixed", "cpu", scaler)  # type: ignore[arg-type]
+        precision.autocast_context_manager = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)  # type: ignore[method-assign]
+        options: dict[str, Any] = {"devices": 2, "gradient_clip_val": 0.1, "plugins": [precision]}
+        with warnings.catch_warnings(action="ignore"):  # the schedule begins before the optimizer
+            runs.append(trainers.fit(one, unfused(module(Infinite)), **options))
+        scales.append(scaler.state_dict())
+    assert strategy.plan is not None
+    assert "host" in strategy.plan.update_places
+    return trainers.differences(*runs) + ["scales"] * (scales[0] != scales[1])
+
+
+def unfused(module: Any) -> Any:
+    """Return ``module`` with an optimizer whose gradients may be clipped though they are scaled."""
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=1e-2)
+    return module
 
 
 def averaged(folder: Path) -> list[str]:

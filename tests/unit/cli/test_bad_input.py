@@ -69,7 +69,7 @@ def test_options_and_verbs_that_are_nearly_right(capsys: pytest.CaptureFixture[s
         (["--trainer.strategy.memory", "0"], "memory='0' is not a size that anything fits into; write \"10GB\" or"),
         (["--trainer.strategy.memory", "-3GB"], "memory='-3GB' is not a size that anything fits into; write"),
         (["--trainer.strategy.memroy", "3GB"], "'trainer.strategy.memroy'; did you mean trainer.strategy.memory?"),
-        (["--trainer.precision", "16-mixed"], "trainer.precision=16-mixed needs a scaling of the loss"),
+        (["--trainer.precision", "16-mixed"], "trainer.precision=16-mixed needs a GPU"),
         (["--trainer.max_steps", "5", "--trainer.max_epochs", "0"], "trainer.max_epochs=0 trains nothing; raise it"),
         (["--trainer.max_steps", "0"], "trainer.max_steps=0 trains nothing; raise it, or set it to -1 for no limit"),
         (["--trainer.strategy.memory", "80%"], "memory='80%' is not a size but a share; did you mean \"12GB\"?"),

@@ -227,6 +227,17 @@ def many() -> None:
     assert torch.equal(torch.stack(compat.foreach_norm(left)), torch.stack([tensor.norm() for tensor in left]))
 
 
+@check("the gradients that a scaled loss leaves", "UNSCALE_GRADIENTS", "UNSCALES_ITSELF")
+def unscaled() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([2.0, 6.0])
+    optimizer, verdict = torch.optim.SGD([weight], lr=0.1), torch.zeros(())
+    unscale = getattr(torch.amp.GradScaler("cpu"), compat.UNSCALE_GRADIENTS)
+    assert unscale(optimizer, torch.tensor(0.5), verdict, False) == {weight.device: 0.0}
+    assert weight.grad.tolist() == [1.0, 3.0]
+    assert getattr(torch.optim.AdamW([weight], fused=True), compat.UNSCALES_ITSELF)
+
+
 @check("the library that loads MKL, for the roots of torch's AdamW", "LIBRARY")
 def library() -> None:
     assert Path(compat.LIBRARY).is_file()

@@ -59,6 +59,22 @@ def test_an_error_within_puts_the_constructor_back() -> None:
     assert Trainer.__init__ is CONSTRUCTOR
 
 
+def test_a_mixin_stands_before_the_trainer() -> None:
+    mixin = lt_offload.OffloadedTrainerMixin
+
+    class Between(mixin):
+        """Others may stand between."""
+
+    class Mine(Between, Trainer):
+        """In order."""
+
+    with pytest.raises(ConfigError, match=r"class Wrong\(Trainer, OffloadedTrainerMixin\): .* put it first"):
+        type("Wrong", (Trainer, mixin), {})
+    with pytest.raises(ConfigError, match="memory='ten'"):
+        Mine(offload={"memory": "ten"})
+    assert Trainer.__init__ is CONSTRUCTOR
+
+
 def test_a_setting_that_cannot_be_is_refused_before_the_trainer_is_made() -> None:
     with pytest.raises(ConfigError, match="memory"):
         lt_offload.hf_trainer(memory="ten")
@@ -69,7 +85,7 @@ def test_a_setting_that_cannot_be_is_refused_before_the_trainer_is_made() -> Non
 CPU = torch.device("cpu")
 REFUSED = {
     "torch_compile": True,
-    "fp16": True,
+    "fp16_full_eval": True,
     "bf16_full_eval": True,
     "deepspeed": "zero3.json",
     "fsdp": True,
