@@ -15,7 +15,8 @@ def test_the_same_bits_without_a_gpu(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = notebooks.run("same-bits")
-    assert names["equal"] and all(names["equal"].values())
+    assert names["equal"]
+    assert all(names["equal"].values())
     assert names["peak"] <= names["budget"]
     assert "the emulated device" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
