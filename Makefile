@@ -72,9 +72,9 @@ newest: | $(NEWEST)
 oldest: | $(OLDEST)
 	@echo '== Installing the oldest version of every dependency (a minute)'
 	$(OLDEST) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch uv
-	$(OLDEST) -m pip freeze | grep '^torch==' >.venv/oldest/torch.txt
+	$(OLDEST) -m pip freeze | grep '^torch==' >$(OLDEST:/bin/python=)/torch.txt
 	$(OLDEST) -m uv pip install --python $(OLDEST) --quiet --resolution lowest-direct --only-binary :all: \
-	  --constraint .venv/oldest/torch.txt --editable '.[lora,bnb,quickstart]' 'pytest>=9' 'pytest-xdist>=3.8' 'hypothesis>=6.150'
+	  --constraint $(OLDEST:/bin/python=)/torch.txt --editable '.[lora,bnb,quickstart]' 'pytest>=9' 'pytest-xdist>=3.8' 'hypothesis>=6.150'
 	$(OLDEST) -m pip check
 	OMP_NUM_THREADS=1 $(OLDEST) -m pytest $(ALL_CORES) $(FEW_TESTS)
 

