@@ -254,10 +254,13 @@ def estimate(
     hardware: str | HardwareProfile | None,
     batch_size: int | None = None,
     micro_batches: int | None = None,
+    *,
+    host_memory: int | None = None,
 ) -> Profile:
     """Return the profile of the app's model on ``hardware`` (None: this machine), without weights.
 
-    Batch size and parts of a batch are the settings' where they are None.
+    Batch size and parts of a batch are the settings' where they are None. ``host_memory``: bytes of RAM, of which the
+    weights alone must not take more; None: any.
     """
     parts = micro_batches or parts_of(app)
     assert parts != "auto"
@@ -285,6 +288,7 @@ def estimate(
         micro_batches=parts,
         tile_tokens=getattr(app.trainer.strategy, "tile_tokens", None),
         compile_blocks=module.compile_blocks,
+        host_memory=host_memory,
         on_progress=status,
     )
     return replace(profile, model=model_name(app), added_up_first=reads_gradients(app.trainer))

@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from lt_offload.cli.main import main
-from lt_offload.cli.verbs.new import METHODS, Drafts, Method, WayToTrain, best, figures, header, named
+from lt_offload.cli.models import named
+from lt_offload.cli.verbs.new import figures, header
+from lt_offload.cli.verbs.ways import METHODS, Drafts, Method, WayToTrain, best
 from lt_offload.schema.plan import Plan
 from scripts.recipes.headers import hardware_of, lines_of, title_of, with_header
 from tests.support.commands import fails
@@ -117,11 +119,11 @@ def breaks(monkeypatch: pytest.MonkeyPatch, broken: Sequence[Method], at: str) -
     """Let methods end in an error that nobody has foreseen, in their rough plans or in those at length."""
     profile, profiled = Drafts._profile, list[Method]()
 
-    def sometimes(drafts: Drafts, way: WayToTrain) -> Any:
+    def sometimes(drafts: Drafts, way: WayToTrain, *args: Any) -> Any:
         profiled.append(way.method)
         if way.method in broken and profiled.count(way.method) == (1 if at == "a glance" else 2):
             raise RuntimeError(f"not {METHODS.index(way.method)}\nand more")
-        return profile(drafts, way)
+        return profile(drafts, way, *args)
 
     monkeypatch.setattr(Drafts, "_profile", sometimes)
 
