@@ -99,7 +99,7 @@ def _machine(memory: str | None, host_memory: str | None, hardware: str | None) 
             hardware = _card(memory, device)
             say(f"there is no GPU here: planning for {hardware}; --hardware names another")
         if host_memory is not None:
-            hardware = f"{hardware},ram={host_memory}"
+            hardware = f"{hardware},free={host_memory}"
         profile = load_hardware(hardware)
     if device is not None and device < profile.context_bytes:
         raise ConfigError(

@@ -75,7 +75,8 @@ def plan(
         app: the settings.
         memory: device memory, e.g. 12GB; default: the strategy's, else all of the hardware's.
         hardware: name of a shipped description (rtx-3060-12gb, ...) or a YAML file, as 'lt-finetune doctor --save'
-            writes; changes may follow: rtx-3060,host=ddr4-64gb or rtx-3060,ram=48GB,link=6GB; default: this machine.
+            writes; changes may follow: rtx-3060,host=ddr4-64gb or rtx-3060,ram=48GB,link=6GB; of RAM that is named so
+            a tenth is left to the system; default: this machine.
         sweep: plan for many and compare: memory=6GB:24GB:2GB, host_memory=32GB:128GB, hardware=rtx-3060,rtx-3090,
             devices=1:8 or nodes=1:64.
         save: file to write the plan to; --trainer.strategy.plan replays it on the machine it was made for. With sweep,

@@ -84,7 +84,7 @@ def test_models_that_do_not_take_batches_in_parts_take_them_one_after_the_other(
     assert one_after_the_other * yaml.safe_load(text)["data"]["batch_size"] == 16
     assert "micro_batches" not in text
     assert "      host_memory: 8GB  #" in text
-    assert "--hardware rtx-4060-8gb,ram=8GB" in text
+    assert "--hardware rtx-4060-8gb,free=8GB" in text
     assert "# some/Bloom-Tiny, all weights in fp32 (" in text
 
 

@@ -159,7 +159,7 @@ def test_a_sweep_over_cards_and_over_ram(recipe: str, capsys: pytest.CaptureFixt
     slow, fast, old = json.loads(Path("cards.json").read_text())
     named = [one["hardware"] for one in (slow, fast, old)]
     assert named == ["rtx-3060-12gb", "rtx-3090, ddr4-32gb", "v100-16gb"]
-    assert fast["host_memory_bytes"] == 32 * 10**9
+    assert fast["host_memory_bytes"] == 288 * 10**8
     assert fast["iteration_s"] <= slow["iteration_s"]
     assert old["reason"] == "there are no figures for bfloat16"
     assert main(["plan", recipe, *CARD, "--sweep", "host_memory=1KB,8GB", "--save", "ram.csv"]) == 0
@@ -235,7 +235,7 @@ def test_doctor_writes_a_machine_that_plans_are_made_for(
     assert "mine.yaml  (plan for this machine anywhere: --hardware mine.yaml)" in capsys.readouterr().out
     assert load_hardware("mine.yaml") == machine
     assert main(["plan", recipe, "--hardware", "mine.yaml", "--save", "plan.json"]) == 0
-    assert Plan.load("plan.json").host_budget_bytes == 48 * 10**9
+    assert Plan.load("plan.json").host_budget_bytes == 432 * 10**8
     assert "all is one word too many: lt-finetune doctor [--save SAVE]" in fails(capsys, "doctor", "all")
     assert "--save needs a value: lt-finetune doctor [--save SAVE]" in fails(capsys, "doctor", "--save")
 
