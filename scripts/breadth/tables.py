@@ -60,7 +60,7 @@ def optimizers(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 ELSEWHERE = {
-    "one batch per update": "DeepSpeed: trains as SGD at its default stage (#8441); offloaded, loss off by 9.4e-2 (#8463)",
+    "one batch per update": "DeepSpeed: SGD at its default stage (#8441); offloaded, loss off by 9.4e-2 (#8463)",
     "four batches per update": "DeepSpeed ZeRO-3: weights off by 1.3e-1 (#8443)",
 }
 """Differences that a tracker of another tool reports for a case of ``muon.py``, as of September 2026."""
