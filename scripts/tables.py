@@ -53,11 +53,11 @@ def pages(root: Path) -> dict[Path, str]:
     results, gpu = read(root / "results"), read(root / "results/gpu").get("gpu", [])
     blocks = {
         "README.md": {"numbers": figures.headline(results)},
-        "docs/faq.md": {"home": figures.home(results.get("recipes", []))},
         "docs/gpu.md": {"bench": bench(results.get("bench", [])), "budgets": figures.budgets(gpu)},
         "docs/limits.md": {
             "limits": limits.markdown(),
             "optimizers": breadth_tables.optimizers(results.get(breadth_tables.NAME, [])),
+            "muon": breadth_tables.muon(results.get("muon", [])),
         },
         "docs/models.md": {"breadth": breadth_tables.table(_section, results.get(breadth_tables.NAME, []))},
         "docs/will-it-fit.md": {kind: block(results.get(kind, [])) for kind, block in figures.BLOCKS.items()},

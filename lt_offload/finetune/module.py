@@ -213,6 +213,8 @@ class FineTune(LightningModule):
         self._untold: Tensor | None = None
         """Tokens of the present update, kept from the batch of a subclass's step for a call of this class's."""
         self._optimizer_settings: dict[str, Any] | None = None
+        self._lr_of_run: float | None = None
+        """The learning rate of the run that is gone on with, if it is another one."""
         """Settings of the optimizer; None: there is none yet, or a subclass has made another."""
 
     def _check_optimization(self) -> None:
@@ -366,13 +368,32 @@ class FineTune(LightningModule):
             )
 
     def on_train_start(self) -> None:
-        """Warn if the learning rate never rises to ``lr``."""
+        """Go on with another learning rate than the checkpoint's; warn if it never rises to ``lr``."""
+        if self._lr_of_run is not None:
+            self._take_learning_rate()
         total = self.trainer.estimated_stepping_batches
         if 0 < self.warmup_steps >= total:
             _log.warning(
                 "model.warmup_steps=%g are not over when training ends after %d steps: the learning rate stays below "
                 "model.lr=%g", self.warmup_steps, total, self.lr,
             )  # fmt: skip
+
+    def _take_learning_rate(self) -> None:
+        """Let the schedule that was loaded go on with ``lr`` in place of the one that it began with."""
+        assert self._optimizer_settings is not None
+        lr = self._optimizer_settings["lr"]
+        for scheduler in (one.scheduler for one in self.trainer.lr_scheduler_configs):
+            assert isinstance(scheduler, LambdaLR)
+            groups = scheduler.optimizer.param_groups
+            scheduler.base_lrs = [lr] * len(groups)
+            for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
+                group["initial_lr"], group["lr"] = lr, lr * factor(scheduler.last_epoch)
+            scheduler._last_lr = [group["lr"] for group in groups]
+        _log.warning(
+            "model.lr=%g from step %d on, with the schedule and the moments of the run, which had %g until then",
+            lr, self.trainer.global_step, self._lr_of_run,
+        )  # fmt: skip
+        self._lr_of_run = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -492,7 +513,7 @@ class FineTune(LightningModule):
         """Take the left-out tensors from the model; refuse other settings of the optimizer than the checkpoint's."""
         # Loading the states of an optimizer replaces its settings without a word.
         if trainer_of(self) is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            self.check_continues(checkpoint)
+            self._lr_of_run = self.check_continues(checkpoint)
             before, now = checkpoint.get(_KERNELS, ""), kernels_of(self)
             if before != now and is_first():
                 warnings.warn(
@@ -503,14 +524,15 @@ class FineTune(LightningModule):
         if self.model is not None:
             checkpoint["state_dict"] = take_up(checkpoint, self.model, name=self.name)
 
-    def check_continues(self, checkpoint: Mapping[str, Any]) -> None:
-        """Raise ``ConfigError`` if the optimizer of ``checkpoint`` had other settings.
+    def check_continues(self, checkpoint: Mapping[str, Any]) -> float | None:
+        """Return the learning rate of the optimizer of ``checkpoint``, if it is another one; None if it is the same.
 
-        The optimizer of a subclass that configures its own is not compared. A checkpoint without such settings still
-        has the learning rate with which its schedule began.
+        Raises ``ConfigError`` if other settings differ, which cannot change within a run. The optimizer of a subclass
+        that configures its own is not compared. A checkpoint without such settings still has the learning rate with
+        which its schedule began.
         """
         if type(self).configure_optimizers is not FineTune.configure_optimizers:
-            return
+            return None
         settings = self._settings_of_optimizer()
         before = checkpoint.get(_OPTIMIZER)
         if not before:
@@ -518,12 +540,13 @@ class FineTune(LightningModule):
             groups = states[0].get("param_groups") if isinstance(states[0], Mapping) else None
             before = {"lr": groups[0]["initial_lr"]} if groups and "initial_lr" in groups[0] else {}
         for name, value in before.items():
-            if settings.get(name) != value:
+            if name != "lr" and settings.get(name) != value:
                 raise ConfigError(
                     f"model.{name}={as_written(settings.get(name))} cannot take effect where training goes on from a "
                     f"checkpoint, whose run had {as_written(value)}; set it to that (the folder of the run, given as "
                     "the recipe, has all its settings), or export the model and begin a new run with it as model.name"
                 )
+        return before["lr"] if before.get("lr", settings["lr"]) != settings["lr"] else None
 
     def _settings_of_optimizer(self) -> dict[str, Any]:
         names = ["optimizer", "lr", "weight_decay", "master_weights", "stochastic_rounding"]

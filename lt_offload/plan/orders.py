@@ -89,7 +89,7 @@ def _larger(plan: Plan, profile: Profile, settings: Settings) -> Iterator[str]:
     if mine < _WORTH * profile.forwards * computing / plan.batch_size:
         return  # no update trains so much more
     # Plans are as much slower than their programs for other sizes.
-    slower = max(1.0, mine / _relaxed(profile, split, settings))
+    slower = max(1.0, mine / promised_s(profile, split, settings))
     best, gain = split, 1.0
     for factor in _LARGER:
         samples = factor * split.samples
@@ -98,7 +98,7 @@ def _larger(plan: Plan, profile: Profile, settings: Settings) -> Iterator[str]:
             *([split._replace(samples=samples, parts=factor * split.parts)] if not profile.deferred_forwards else []),
             split._replace(samples=samples, accumulate=factor * split.accumulate),
         )
-        times = ((way, _relaxed(profile, way, settings)) for way in ways)
+        times = ((way, promised_s(profile, way, settings)) for way in ways)
         way, seconds = next(((way, seconds) for way, seconds in times if seconds < math.inf), (split, math.inf))
         faster = mine / (slower * seconds)
         if faster < _MORE * gain:
@@ -113,8 +113,11 @@ def _larger(plan: Plan, profile: Profile, settings: Settings) -> Iterator[str]:
         )
 
 
-def _relaxed(profile: Profile, split: Split, settings: Settings) -> float:
-    """Return the seconds per sample of ``split`` in its relaxed program, with an estimate of its profile."""
+def promised_s(profile: Profile, split: Split, settings: Settings) -> float:
+    """Return the seconds per sample of ``split`` in its relaxed program, with an estimate of its profile.
+
+    Infinity where nothing fits.
+    """
     wanted = replace(settings, accumulate=split.accumulate)
     sized = in_parts(scaled(profile, split.batch_size), split.parts)
     seconds = relaxed_s(with_planned_head(sized, wanted), wanted)

@@ -155,7 +155,7 @@ def _nearest(text: str) -> str:
 
 
 def _machines(parts: list[str], text: str) -> Iterator[str]:
-    """Yield machines; ``host=``, ``ram=``, ``link=`` and ``net=`` belong to the machine before them."""
+    """Yield machines; ``host=``, ``ram=``, ``free=``, ``link=`` and ``net=`` belong to the machine before them."""
     if "" in parts:
         raise ConfigError(f"sweep={text!r} has an empty name; write {_AXES['hardware'][1]}")
     machine = parts[0]

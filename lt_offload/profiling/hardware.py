@@ -27,6 +27,8 @@ _MACHINES = "configs/hardware"
 _HOSTS = "configs/hardware/hosts"
 _LEFT_OVER = 256
 """One part in so many of a GPU's free memory is not taken for a budget that nobody has named: 30 MB of 8 GB."""
+SYSTEM_SHARE = 0.1
+"""Part of the RAM of a machine that is named, not measured, that the system and other programs keep; an assumption."""
 _HOST_FIELDS = (
     "host_bytes", "pinnable_bytes", "host_memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s",
     "staged_bytes_per_s", "root_bytes_per_s", "network_bytes_per_s", "network_s", "source",
@@ -45,7 +47,7 @@ def load_hardware(name: str | Path) -> HardwareProfile:
     A shipped name may be cut short where that is unambiguous: ``rtx-3060`` is ``rtx-3060-12gb``. Changes may follow:
     ``rtx-3060,host=ddr4-64gb,host=pcie3-x8`` or ``rtx-3060,ram=48GB,link=6GB,net=12GB``. A host is a shipped
     description or a YAML file; it replaces what it says about RAM, and copies are as fast as the slower of card and
-    slot.
+    slot. Of ``ram=48GB`` the system keeps a tenth; ``free=43GB`` is what training may take.
 
     Raises:
         ConfigError: if there is no such description, or it is not a valid one.
@@ -79,7 +81,7 @@ def save_hardware(machine: HardwareProfile, path: str | Path) -> Path:
 
 
 def _changed(machine: HardwareProfile, change: str) -> HardwareProfile:
-    """Return ``machine`` with one change: ``host=NAME``, ``ram=SIZE``, ``link=SIZE`` or ``net=SIZE``."""
+    """Return ``machine`` with one change: ``host=NAME``, or ``ram=``, ``free=``, ``link=`` or ``net=`` and a size."""
     key, _, value = change.partition("=")
     if key == "host":
         path = _description(value, "host", _HOSTS)
@@ -94,13 +96,15 @@ def _changed(machine: HardwareProfile, change: str) -> HardwareProfile:
             h2d_bytes_per_s=min(machine.h2d_bytes_per_s, other.h2d_bytes_per_s),
             d2h_bytes_per_s=min(machine.d2h_bytes_per_s, other.d2h_bytes_per_s),
         )
-    if key not in ("ram", "link", "net"):
+    if key not in ("ram", "free", "link", "net"):
         raise ConfigError(
-            f"hardware: unknown change {change!r}; write host=NAME, ram=64GB, link=12GB or net=12GB (per second)"
+            f"hardware: unknown change {change!r}; write host=NAME, ram=64GB, free=58GB (of the RAM, for training), "
+            "link=12GB or net=12GB (per second)"
         )
     size = parse_bytes(value, setting=f"hardware: {key}")
     name = f"{machine.name}, {change}"
-    if key == "ram":
+    if key in ("ram", "free"):
+        size = size - int(SYSTEM_SHARE * size) if key == "ram" else size
         return replace(machine, name=name, host_bytes=size, pinnable_bytes=size)
     if key == "net":
         return replace(machine, name=name, network_bytes_per_s=float(size))

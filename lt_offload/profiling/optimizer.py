@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Muon, Optimizer
 
 from lt_offload import limits
 from lt_offload.compat.torch import (
@@ -52,6 +52,8 @@ from lt_offload.units import round_up
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
+_OF_SHAPES = (Muon, Adafactor)
+"""Optimizers of torch that take memory by the shape of a matrix: products of its rows, or sums of them."""
 _STEPS, _UNCHANGED = 16, 3
 _SAMPLE_ELEMENTS, _LEAST_ELEMENTS = 1 << 22, 1 << 16
 """Elements of a trial's tensor, and the fewest that a device has to have room for."""
@@ -121,13 +123,14 @@ class UpdateSizes:
     def scratch(self, parameter: nn.Parameter) -> int | None:
         """Return the bytes that an update of ``parameter`` on the device takes for a moment, beside its state.
 
-        None where the largest tensor tells: optimizers that are known do to each element what they do to any other.
+        None where the largest tensor tells: most optimizers that are known do to each element what they do to any
+        other.
         Ours takes large tensors in pieces on a GPU, so that it knows by itself.
         """
         kind = self._kind(parameter)
         if kind is not None and isinstance(self._optimizer, AdamW) and self._device.type == "cuda":
             return self._optimizer.scratch_bytes(parameter)
-        if kind is None or is_known(self._optimizer):
+        if kind is None or (is_known(self._optimizer) and not isinstance(self._optimizer, _OF_SHAPES)):
             return None
         if kind not in self._scratch:
             room = self.state(parameter) / max(1, parameter.numel())
@@ -190,6 +193,8 @@ def _state_after_steps(sample: _Sample, device: torch.device) -> int:
     group = stand_in.optimizer.param_groups[0]
     group.update({name: False for name in ("fused", "foreach") if name in group})
     stand_in.copy_state()
+    if type(stand_in.optimizer) is AdamW:  # it knows: steps of large tensors in pieces take seconds, even of fake ones
+        return _state_bytes(AdamW.new_state(stand_in.parameters[0], group))
     while len(sizes) < most and (len(sizes) < _UNCHANGED or len(set(sizes[-_UNCHANGED:])) > 1):
         stand_in.step()
         sizes.append(_state_bytes(stand_in.state))

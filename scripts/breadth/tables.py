@@ -59,5 +59,24 @@ def optimizers(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
+ELSEWHERE = {
+    "one batch per update": "DeepSpeed: SGD at its default stage (#8441); offloaded, loss off by 9.4e-2 (#8463)",
+    "four batches per update": "DeepSpeed ZeRO-3: weights off by 1.3e-1 (#8443)",
+}
+"""Differences that a tracker of another tool reports for a case of ``muon.py``, as of September 2026."""
+
+
+def muon(results: Sequence[dict[str, Any]]) -> str:
+    """Return in how many budgets Muon is equal to plain training, by case, beside what others report."""
+    if not results:
+        return ""
+    rows = ["| Muon: losses, weights, momentum | equal to plain training | reported elsewhere |", "|---|---|---|"]
+    for row in (row for result in results for row in result["figures"]["rows"]):
+        equal = sum(run["outcome"] == "equal" for run in row["runs"])
+        rows.append(f"| {row['case']} | in {equal} of {len(row['runs'])} budgets | {ELSEWHERE.get(row['case'], '')} |")
+    made = f"`torch.optim.Muon`, by `python -m scripts.breadth.muon` ({origins(results)})"
+    return "\n".join([*rows, "", f"{made}; reports of September 2026, not run here."])
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lt_offload.profiling.hardware import load_hardware
-from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from lt_offload.units import format_bytes, format_seconds
 from scripts.common import when
 from scripts.planning import shown, worst
 
@@ -96,6 +95,10 @@ def _range(what: str, values: Sequence[float], form: str, command: str) -> list[
 _RANGES = ("bench-emulated", "bench-clipping", "bench-predictions", "bench-gaps", "fits")
 
 
+_SHOWN = ("llama3-8b", "phi3-mini")
+"""Models of which the table of cards is shown; results/ has more."""
+
+
 def fits(results: Sequence[Result]) -> str:
     """Return one table per way to train: cards in columns, models in rows."""
     if not results:
@@ -106,7 +109,7 @@ def fits(results: Sequence[Result]) -> str:
     parts = []
     for way in settings["ways"]:
         rows = ["| " + " | ".join(head) + " |", "|---|" + "---|" * len(cards)]
-        for result in results:
+        for result in (one for one in results if one["settings"]["model"] in _SHOWN):
             cases = {case["card"]: _cell(case) for case in result["figures"]["cases"] if case["way"] == way}
             rows.append(
                 "| " + " | ".join([f"`{result['settings']['model']}`", *(cases[card] for card in cards)]) + " |"
@@ -124,27 +127,35 @@ def _cell(case: dict[str, Any]) -> str:
     return f"{format_seconds(case['iteration_s'])} ({ratio:.2f}), {format_bytes(case['host_peak_bytes'])}"
 
 
-HOME_DEVICE, HOME_RAM = parse_bytes("12GiB"), parse_bytes("32GB")
-
-
-def home(results: Sequence[Result]) -> str:
-    """Return what is trained at home: recipes planned for machines with a card of 12 GB and 32 GB of RAM at most."""
+def at_home(results: Sequence[Result]) -> str:
+    """Return how models are trained with 12 GB and 32 GB of RAM, and how fast by each of the other ways."""
     if not results:
         return ""
-    head = ["recipe", "trains", "on", "device", "RAM", "time of an update"]
-    rows = ["| " + " | ".join(head) + " |", "|---|---|---|" + "---:|" * (len(head) - 3)]
-    sizes: dict[str, None] = {}
-    used = []
-    for result, (name, found) in ((one, item) for one in results for item in one["figures"].items()):
-        machine = load_hardware(found["hardware"])
-        if machine.device_bytes <= HOME_DEVICE and machine.host_bytes <= HOME_RAM:
-            cells = [f"`{name}`", found["title"], f"`{found['hardware'].partition(',')[0]}`"]
-            cells += [format_bytes(found[key]) for key in ("device_peak_bytes", "host_peak_bytes")]
-            rows.append("| " + " | ".join([*cells, format_seconds(found["iteration_s"])]) + " |")
-            sizes[f"{found['samples']} x {found['sequence_length']}"] = None
-            used.append(result | found)
-    update = f"An update has {' or '.join(sizes)} tokens."
-    return "\n".join([*rows, "", f"**Simulated**, by `python -m scripts.recipes.headers` ({origins(used)}). {update}"])
+    rows = ["| model | proposed | tokens/s | RAM | others, tokens/s |", "|---|---|---:|---:|---|"]
+    for row in (row for result in results for row in result["figures"]["rows"]):
+        fitting = [way for way in row["ways"] if "iteration_s" in way]
+        chosen = next((way for way in fitting if way["way"] == row["chosen"]), None)
+        if chosen is None:
+            rows.append(f"| `{row['model']}` | no | | | |")
+            continue
+        others = ", ".join(f"{_SHORT[way['way']]} {way['tokens_per_s']:.0f}" for way in fitting if way is not chosen)
+        cells = [f"`{row['model']}`", _SHORT[chosen["way"]], f"{chosen['tokens_per_s']:.0f}"]
+        rows.append("| " + " | ".join([*cells, format_bytes(chosen["host_peak_bytes"]), others]) + " |")
+    settings = results[0]["settings"]
+    how = f"`--memory {settings['memory']} --hardware {settings['hardware']}`, {settings['batch']} x 1024 tokens"
+    made = f"`python -m scripts.docs.at_home` ({origins(results)})"
+    return "\n".join([*rows, "", f"**Simulated**, {how}, by {made}."])
+
+
+_SHORT = {
+    "all weights in fp32": "full fp32",
+    "all weights in bf16, fp32 masters": "full bf16",
+    "all weights in bf16, rounded at random": "rounded",
+    "all weights in bf16, AdamW in 8 bits": "full 8-bit",
+    "LoRA on bf16 weights": "LoRA",
+    "LoRA on 4-bit weights (QLoRA)": "QLoRA",
+}
+"""Methods of ``lt-finetune new`` in a cell."""
 
 
 def by_ram(results: Sequence[Result]) -> str:
@@ -183,7 +194,12 @@ def longest(results: Sequence[Result]) -> str:
     return "\n".join([*rows, "", f"**Simulated**, {how}, k = 1,024 tokens, by {made}."])
 
 
-BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits, "home": by_ram, "longest": longest}
+BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {
+    "at-home": at_home,
+    "home": by_ram,
+    "longest": longest,
+    "fits": fits,
+}
 """Blocks of docs/will-it-fit.md by the kind of result they show."""
 
 

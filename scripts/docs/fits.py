@@ -57,7 +57,7 @@ _LEFT = 0.9
 
 def case(model: str, way: str, card: str, seconds: float) -> dict[str, Any]:
     """Plan ``model`` on ``card`` and return the figures of a row."""
-    row, error = _planned(model, way, load_hardware(f"{card},ram={RAM}"), seconds)
+    row, error = _planned(model, way, load_hardware(f"{card},free={RAM}"), seconds)
     needs_ram = str(error).startswith("host_memory")
     return {"model": model, "way": way, "card": card, "reason": f"more than {RAM} of RAM" * needs_ram, **row}
 

@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output, print_table
 from lt_offload.compat.hugging_face import set_attention
-from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.errors import ConfigError, InfeasibleError, OffloadError
 from lt_offload.finetune import load
-from lt_offload.finetune.terminal import clear, say, status
+from lt_offload.finetune.terminal import clear, quiet, say, status
 from lt_offload.plan import choose_batch, make_plan, simulate
 from lt_offload.plan.batch.choose import choose_parts
+from lt_offload.plan.batch.profiles import in_parts, scaled
 from lt_offload.plan.orders import compared
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.several import check_cards, gain, one_of
@@ -31,7 +32,7 @@ from lt_offload.report.perfetto import save_perfetto
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.schema.explain import brief
 from lt_offload.strategy.windows import choices_of, reads_gradients, settings_from_trainer
-from lt_offload.units import Budget, format_bytes
+from lt_offload.units import Budget, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,6 +47,10 @@ _SWEEP_SECONDS = 90.0
 """Seconds for all plans of a sweep together ..."""
 _LEAST_SECONDS = 4.0
 """... but at least this for each of them."""
+_FIRST_SECONDS = 0.5
+"""Seconds for a first plan."""
+_GLANCE = 4
+"""Sequences of a batch that is profiled for a first plan only."""
 _WIDTH = 100
 
 
@@ -64,11 +69,14 @@ def plan(
 ) -> int:
     """Plan without weights and without a GPU, and explain the plan.
 
+    Standard error has a first plan within seconds. Ctrl-C ends the search for better ones and keeps the best so far.
+
     Args:
         app: the settings.
         memory: device memory, e.g. 12GB; default: the strategy's, else all of the hardware's.
         hardware: name of a shipped description (rtx-3060-12gb, ...) or a YAML file, as 'lt-finetune doctor --save'
-            writes; changes may follow: rtx-3060,host=ddr4-64gb or rtx-3060,ram=48GB,link=6GB; default: this machine.
+            writes; changes may follow: rtx-3060,host=ddr4-64gb or rtx-3060,ram=48GB,link=6GB; of RAM that is named so
+            a tenth is left to the system; default: this machine.
         sweep: plan for many and compare: memory=6GB:24GB:2GB, host_memory=32GB:128GB, hardware=rtx-3060,rtx-3090,
             devices=1:8 or nodes=1:64.
         save: file to write the plan to; --trainer.strategy.plan replays it on the machine it was made for. With sweep,
@@ -104,13 +112,21 @@ def plan(
                 f"report={report!r} draws one plan and a sweep makes many; --save table.csv keeps its table"
             )
         return _sweep(app, parse_sweep(sweep), memory, hardware, (count, machines), save=save)
+    best: list[tuple[Profile, Plan]] = []
+    stopped = False
     try:
-        profile, made = _planned(app, budget, hardware, (count, machines))
+        profile, made = _planned(app, budget, hardware, (count, machines), lambda *pair: best.append(pair))
     except InfeasibleError as error:
         raise _with_recipe(error, app, hardware) from None
+    except KeyboardInterrupt:
+        if not best:
+            raise
+        (profile, made), stopped = best[-1], True
     clear()
     print(made.explain() if explain else f"{brief(made)}\n--explain shows it block by block.")
-    if count * machines > 1:
+    if stopped:
+        print("Stopped by Ctrl-C: this is the best plan until then.")
+    elif count * machines > 1:
         print(textwrap.fill(_bought(app, made, profile, hardware), 79))
     if save is not None:
         print(f"plan: {made.save(save)}")
@@ -118,9 +134,9 @@ def plan(
     if trace is not None:
         print(f"trace: {save_perfetto(simulated, trace)}")
     if report is not None:
-        bought = gains(made, profile, _solver(app, _GAIN_SECONDS), say=status)
+        bought = [] if stopped else gains(made, profile, _solver(app, _GAIN_SECONDS), say=status)
         print(f"report: {write_plan_report(report, made, profile, simulated, bought)}")
-    return 0
+    return 130 if stopped else 0
 
 
 def _with_recipe(error: InfeasibleError, app: App, hardware: str | None) -> InfeasibleError:
@@ -147,19 +163,27 @@ def _bought(app: App, plan: Plan, profile: Profile, hardware: str | None) -> str
     return f"{gain(plan, profile, alone).sentence()}. The plan is that of one of the {count} processes."
 
 
-def _planned(app: App, memory: Budget, hardware: str | None, cards: tuple[int, int]) -> tuple[Profile, Plan]:
+def _planned(
+    app: App, memory: Budget, hardware: str | None, cards: tuple[int, int], keep: Callable[[Profile, Plan], None]
+) -> tuple[Profile, Plan]:
     """Return the profile and the plan of the strategy's batch, or of the fastest size or number of parts.
 
-    ``cards`` are those of each machine, and the number of machines.
+    ``cards`` are those of each machine, and the number of machines; ``keep`` gets the best plan whenever it changes.
     """
     best, parts = getattr(app.trainer.strategy, "batch_size", None) == "auto", parts_of(app)
+    size, count = batch_of(app), 1 if parts == "auto" else parts
+    # A batch in parts takes seconds to profile: a first plan is of fewer sequences that go through blocks as a whole.
+    rough = not best and count > 1 and not quiet()
+    first = estimate(app, hardware, 1 if best else min(size, _GLANCE) if rough else size, 1 if best or rough else count)
     # The machine is measured once: others are estimated for what it has shown the first time.
-    first = estimate(app, hardware, 1 if best else None, 1 if best or parts == "auto" else parts)
-    machine, alone = first.hardware, one_of(first, *cards)
+    machine = first.hardware
     settings = on_machine(settings_of(app), memory, machine)
     # One of several processes has its part of the RAM that was named.
     if (ram := settings.host.nbytes) is not None:
         settings = replace(settings, host_memory=ram // cards[0])
+    if not quiet():
+        _first(one_of(in_parts(scaled(first, size), count) if rough else first, *cards), settings, keep)
+    alone = one_of(estimate(app, machine, size, count) if rough else first, *cards)
 
     def profile_at(size: int, count: int) -> Profile:
         known = (size, count) == (alone.batch_size, alone.parts)
@@ -167,13 +191,37 @@ def _planned(app: App, memory: Budget, hardware: str | None, cards: tuple[int, i
 
     if best:
         choices = choices_of(app.trainer, app.datamodule.batch_size)
-        choice = choose_batch(profile_at, settings, choices, on_progress=status)
+        choice = choose_batch(profile_at, settings, choices, on_progress=status, on_plan=keep)
     elif parts == "auto":
-        choice = choose_parts(lambda count: profile_at(alone.batch_size, count), settings)
+        choice = choose_parts(lambda count: profile_at(alone.batch_size, count), settings, on_plan=keep)
     else:
-        return alone, compared(make_plan(alone, settings), alone, settings, thorough=True)
+        status("looking for better plans")
+        made = make_plan(alone, settings)
+        keep(alone, made)
+        status("comparing with other updates")
+        return alone, compared(made, alone, settings, thorough=True)
     settings = replace(settings, accumulate=choice.plan.accumulate)
+    keep(choice.profile, choice.plan)
     return choice.profile, compared(choice.plan, choice.profile, settings, thorough=True)
+
+
+def _first(profile: Profile, settings: Settings, keep: Callable[[Profile, Plan], None]) -> None:
+    """Tell a plan that is found at once, if there is one; a search at length has the last word."""
+    status("looking for a first plan")
+    quick = replace(settings, time_limit=min(settings.time_limit, _FIRST_SECONDS))
+    try:
+        plan = make_plan(profile, quick, bounded=False)
+    except OffloadError:
+        return
+    keep(profile, plan)
+    predicted, batch = plan.predicted, f"{plan.accumulate} x " * (plan.accumulate > 1)
+    rate = f", {plan.tokens_per_s:.0f} tokens/s" if plan.tokens_per_s else ""
+    say(
+        f"it fits. A first plan: about {format_seconds(predicted.iteration_s)} for {batch}{plan.batch_size} x "
+        f"{plan.sequence_length} tokens{rate}, {format_bytes(predicted.device_peak_bytes)} on the device, "
+        f"{format_bytes(predicted.host_peak_bytes)} of RAM. Better ones take about {settings.time_limit:.0f} s at "
+        "most; Ctrl-C keeps the best so far"
+    )
 
 
 # -- many plans ------------------------------------------------------------------------------------------------------
@@ -254,10 +302,13 @@ def estimate(
     hardware: str | HardwareProfile | None,
     batch_size: int | None = None,
     micro_batches: int | None = None,
+    *,
+    host_memory: int | None = None,
 ) -> Profile:
     """Return the profile of the app's model on ``hardware`` (None: this machine), without weights.
 
-    Batch size and parts of a batch are the settings' where they are None.
+    Batch size and parts of a batch are the settings' where they are None. ``host_memory``: bytes of RAM, of which the
+    weights alone must not take more; None: any.
     """
     parts = micro_batches or parts_of(app)
     assert parts != "auto"
@@ -271,7 +322,7 @@ def estimate(
         machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
     profile = profile_config(
         config,
-        batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
+        batch_size=batch_size or batch_of(app),
         sequence_length=data.max_length,
         dtype=module.model_dtype,
         # Of float16, which has as many bytes, no machine has figures.
@@ -286,6 +337,7 @@ def estimate(
         micro_batches=parts,
         tile_tokens=getattr(app.trainer.strategy, "tile_tokens", None),
         compile_blocks=module.compile_blocks,
+        host_memory=host_memory,
         on_progress=status,
     )
     return replace(profile, model=model_name(app), added_up_first=reads_gradients(app.trainer))
@@ -316,6 +368,11 @@ def model_name(app: App) -> str:
     """Return the short name of the model: that of its configuration, or of the folder that holds it."""
     path = Path(app.model.architecture or app.model.name)
     return path.resolve().parent.name if path.name == "config.json" else path.name.removesuffix(".json")
+
+
+def batch_of(app: App) -> Any:
+    """Return the samples of a batch: the strategy's, which may be ``"auto"``, else the data's."""
+    return getattr(app.trainer.strategy, "batch_size", None) or app.datamodule.batch_size
 
 
 def parts_of(app: App) -> int | Literal["auto"]:

@@ -70,6 +70,7 @@ def choose_batch(
     choices: Choices | None = None,
     *,
     on_progress: Callable[[str], None] | None = None,
+    on_plan: Callable[[Profile, Plan], None] | None = None,
 ) -> BatchChoice:
     """Return the update with the highest simulated throughput, with its plan.
 
@@ -80,6 +81,7 @@ def choose_batch(
             profiles of different sizes contradict each other.
         choices: what may be chosen; None: one batch per update, taken whole, of any size.
         on_progress: is told what is being done.
+        on_plan: gets each plan that is the best one so far, for a choice that is stopped.
 
     Raises:
         InfeasibleError: if nothing fits; says what would.
@@ -89,16 +91,23 @@ def choose_batch(
     choices = choices or Choices(accumulate=settings.accumulate)
     choices.check()
     search = _BatchSearch(profile_at, settings, choices, on_progress or (lambda _message: None))
+    search.keep = on_plan or search.keep
     search.run()
     return search.choice()
 
 
-def choose_parts(measure: Callable[[int], Profile], settings: Settings) -> BatchChoice:
+def choose_parts(
+    measure: Callable[[int], Profile],
+    settings: Settings,
+    *,
+    on_plan: Callable[[Profile, Plan], None] | None = None,
+) -> BatchChoice:
     """Return the number of parts of a batch, a power of two up to its samples, with which an iteration is fastest.
 
     Args:
         measure: returns the profile of the batch in so many parts; asked for 1 and for what promises most.
         settings: of plans.
+        on_plan: as for :func:`choose_batch`.
 
     Raises:
         InfeasibleError: if no plan fits, in however many parts.
@@ -107,7 +116,11 @@ def choose_parts(measure: Callable[[int], Profile], settings: Settings) -> Batch
     whole = measure(1)
     size, accumulate = whole.batch_size, settings.accumulate
     choices = Choices(most=size * accumulate, batch_size=size, parts="auto", accumulate=accumulate)
-    return choose_batch(lambda _size, parts: whole if parts == 1 else measure(parts), settings, choices)
+
+    def profile_at(_size: int, parts: int) -> Profile:
+        return whole if parts == 1 else measure(parts)
+
+    return choose_batch(profile_at, settings, choices, on_plan=on_plan)
 
 
 class _BatchSearch:
@@ -115,6 +128,8 @@ class _BatchSearch:
 
     def __init__(self, profile_at: ProfileAt, settings: Settings, choices: Choices, say: Callable[[str], None]) -> None:
         self.profile_at, self.settings, self.choices, self.say = profile_at, settings, choices, say
+        self.keep: Callable[[Profile, Plan], object] = lambda _profile, _plan: None
+        """Is told the best plan so far."""
         self.exact = choices.parts == 1
         """Plans must sum as plain PyTorch does: who allows parts allows another order."""
         self.profiles: dict[tuple[int, int], Profile] = {}
@@ -323,7 +338,9 @@ class _BatchSearch:
         began = time.monotonic()
         try:
             settings = replace(self.settings, accumulate=split.accumulate)
-            self.plans[split] = make_plan(profile, settings, exact=exact and self.exact)
+            self.plans[split] = plan = make_plan(profile, settings, exact=exact and self.exact)
+            if split == self._chosen():
+                self.keep(profile, plan)
         except (InfeasibleError, UnsupportedError) as error:
             self.unfit[split] = error
         self.durations.append(time.monotonic() - began)

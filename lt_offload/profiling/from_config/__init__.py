@@ -22,9 +22,9 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 from lt_offload import optim
 from lt_offload.compat.hugging_face import is_known, one_sequence_per_row
 from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of, reset_dynamo
-from lt_offload.errors import ConfigError, first_line
+from lt_offload.errors import ConfigError, InfeasibleError, first_line
 from lt_offload.model import tiles
-from lt_offload.model.blocks import find_blocks
+from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.forms import form_named, store_weights
 from lt_offload.profiling.assemble import assemble
 from lt_offload.profiling.from_config.compiled import compile_planned
@@ -34,6 +34,7 @@ from lt_offload.profiling.meters import Roofline
 from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer, estimate_optimizer
 from lt_offload.resources import is_dir, is_file, shipped_files
 from lt_offload.schema.profile import Contention, HardwareProfile, Profile
+from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -66,6 +67,7 @@ def profile_config(
     tile_tokens: int | None = None,
     compile_blocks: bool = False,
     prepare: Callable[[nn.Module], nn.Module] | None = None,
+    host_memory: int | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Return the profile of a causal language model without its weights and without the machine it would run on.
@@ -94,9 +96,12 @@ def profile_config(
             torch's compiler decides, and cheap operations between two costly ones are taken as one kernel. What
             ``torch.compile`` has compiled in this process is forgotten, as by ``profile``.
         prepare: takes the model, on meta, and returns the one that is trained, e.g. with parts of it frozen.
+        host_memory: RAM in bytes that training may take: what weights and states alone exceed is refused before the
+            model is run. None: any.
         on_progress: is told what is being done.
 
     Raises:
+        InfeasibleError: if weights and optimizer states take more than ``host_memory``.
         ConfigError: if the configuration, hardware, dtype, optimizer, sequence length, ``quantize``,
             ``micro_batches`` or ``tile_tokens`` cannot be used.
         ModelError: if the model has no block sequence, or asks for numbers, which only weights give.
@@ -120,9 +125,15 @@ def profile_config(
         raise ConfigError(f"sequence_length={sequence_length} is longer than the model's {longest} positions")
     say("building the model without weights")
     model = _build(model_config, getattr(torch, dtype), lora, prepare, quantize)
-    with FakeTensorMode(), ExitStack() as stack:
+    fakes = FakeTensorMode()
+    with fakes:
         _make_fake(model)
         structure = find_blocks(model, blocks)
+    made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
+    sizes = UpdateSizes(made, torch.device("cpu"))
+    if host_memory is not None:
+        _check_ram(structure, sizes, machine, host_memory)
+    with fakes, ExitStack() as stack:
         if compile_blocks:
             stack.callback(reset_dynamo)
             compile_planned(structure)
@@ -147,9 +158,7 @@ def profile_config(
                 say=say,
                 micro_batches=micro_batches,
             )
-    made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
     updates = estimate_optimizer(made, machine)
-    sizes = UpdateSizes(made, torch.device("cpu"))
     profile = assemble(model, batch, measured, sizes=sizes, updates=updates, hardware=machine)
     peak = machine.peak_flops_per_s.get(autocast or dtype, 0.0)
     # A copy reads or writes each byte in the host's memory once; an update is as fast as that memory, by its estimate.
@@ -158,6 +167,17 @@ def profile_config(
     )
     contention = Contention(h2d=h2d, d2h=d2h, host=1.0)
     return replace(profile, contention=contention, peak_flops_per_s=peak, estimated=True)
+
+
+def _check_ram(structure: Structure, sizes: UpdateSizes, machine: HardwareProfile, host_memory: int) -> None:
+    """Raise ``InfeasibleError`` if the host copies of weights and states take more than ``host_memory`` bytes."""
+    needed = machine.process_bytes + sum(p.nbytes + sizes.state(p) for _, p in structure.tensors)
+    if needed > host_memory:
+        raise InfeasibleError(
+            f"host_memory={format_bytes(host_memory)} is too small for the host copies of the parameters, which need "
+            f"at least {format_bytes(needed)}",
+            needed_host_bytes=needed,
+        )
 
 
 def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:

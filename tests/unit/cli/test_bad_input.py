@@ -213,9 +213,11 @@ def test_a_checkpoint_of_the_run_is_taken(recipe: str, tmp_path: Path) -> None:
     check.check_early(_App(recipe), str(checkpoint), resume=True)
     with pytest.raises(ConfigError, match="does not fit this model or its adapters: it has no model.base_model"):
         check.check_early(_App(recipe, "--model.lora.r", "2"), str(checkpoint))
-    with pytest.raises(ConfigError, match=r"model\.lr=0.5 cannot take effect where training goes on from a checkpoint"):
-        check.check_early(_App(recipe, "--model.lr", "0.5"), str(checkpoint), resume=True)
-    check.check_early(_App(recipe, "--model.lr", "0.5"), str(checkpoint))
+    other = _App(recipe, "--model.weight_decay", "0.5")
+    with pytest.raises(ConfigError, match=r"model\.weight_decay=0.5 cannot take effect where training goes on from a"):
+        check.check_early(other, str(checkpoint), resume=True)
+    check.check_early(other, str(checkpoint))
+    check.check_early(_App(recipe, "--model.lr", "0.5"), str(checkpoint), resume=True)
     cut = checkpoint.read_bytes()
     Path("cut.ckpt").write_bytes(cut[: len(cut) // 2])
     with pytest.raises(ConfigError, match="'cut.ckpt' cannot be read"):

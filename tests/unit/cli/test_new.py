@@ -12,8 +12,11 @@ import pytest
 import yaml
 
 from lt_offload.cli.main import main
-from lt_offload.cli.verbs.new import METHODS, Drafts, Method, WayToTrain, best, figures, header, named
+from lt_offload.cli.models import named
+from lt_offload.cli.verbs.new import figures, header
+from lt_offload.cli.verbs.ways import METHODS, Drafts, Method, WayToTrain, best
 from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
 from scripts.recipes.headers import hardware_of, lines_of, title_of, with_header
 from tests.support.commands import fails
 from tests.support.samples import make_plan, make_profile
@@ -81,7 +84,7 @@ def test_models_that_do_not_take_batches_in_parts_take_them_one_after_the_other(
     assert one_after_the_other * yaml.safe_load(text)["data"]["batch_size"] == 16
     assert "micro_batches" not in text
     assert "      host_memory: 8GB  #" in text
-    assert "--hardware rtx-4060-8gb,ram=8GB" in text
+    assert "--hardware rtx-4060-8gb,free=8GB" in text
     assert "# some/Bloom-Tiny, all weights in fp32 (" in text
 
 
@@ -117,11 +120,11 @@ def breaks(monkeypatch: pytest.MonkeyPatch, broken: Sequence[Method], at: str) -
     """Let methods end in an error that nobody has foreseen, in their rough plans or in those at length."""
     profile, profiled = Drafts._profile, list[Method]()
 
-    def sometimes(drafts: Drafts, way: WayToTrain) -> Any:
+    def sometimes(drafts: Drafts, way: WayToTrain, *args: Any) -> Any:
         profiled.append(way.method)
         if way.method in broken and profiled.count(way.method) == (1 if at == "a glance" else 2):
             raise RuntimeError(f"not {METHODS.index(way.method)}\nand more")
-        return profile(drafts, way)
+        return profile(drafts, way, *args)
 
     monkeypatch.setattr(Drafts, "_profile", sometimes)
 
@@ -149,6 +152,29 @@ def test_the_first_error_is_told_if_every_method_fails(
     assert main(["new", described(_name_or_path="a/b"), *BF16]) == 1
     assert "error: RuntimeError: not 1 (--debug shows where)" in capsys.readouterr().err
     assert not Path("mine.yaml").exists()
+
+
+@pytest.mark.parametrize("plans", [1, 3])
+def test_ctrl_c_writes_the_best_recipe_until_then(
+    plans: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, seconds = Drafts._plan, list[float]()
+
+    def few(drafts: Drafts, profile: Profile, limit: float, accumulate: int) -> Plan:
+        if len(seconds) == plans:
+            raise KeyboardInterrupt
+        seconds.append(limit)
+        return plan(drafts, profile, limit, accumulate)
+
+    monkeypatch.setattr(Drafts, "_plan", few)
+    assert main(["new", described(_name_or_path="a/b"), *BF16, "--data", "rows.json"]) == 130
+    captured = capsys.readouterr()
+    assert set(seconds) == {0.5}
+    assert captured.err.count(": yes, ") == plans
+    assert f"Chosen: {METHODS[1].title}, " in captured.out
+    assert "Stopped by Ctrl-C" in captured.out
+    Path("rows.json").write_text("[]")
+    assert main(["check", "mine.yaml"]) == 0, capsys.readouterr().err
 
 
 def test_a_method_that_is_impossible_is_not_called_too_large(capsys: pytest.CaptureFixture[str]) -> None:

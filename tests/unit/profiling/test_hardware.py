@@ -124,17 +124,18 @@ def test_shipped_hosts_are_sourced_and_never_speed_a_link_up(name: str) -> None:
         assert line.startswith("source: ") or "# " in line, line
     promised = re.fullmatch(r".*-(\d+)gb", name)
     if promised:
-        assert found.host_bytes == found.pinnable_bytes == int(promised[1]) * 10**9
+        assert found.host_bytes == found.pinnable_bytes == int(promised[1]) * 9 * 10**8  # the rest is the system's
 
 
 def test_changes_to_a_machine() -> None:
     found = load_hardware("rtx-4060ti,host=ddr4-64,host=pcie3-x8")
     assert found.name == "rtx-4060ti-16gb, ddr4-64gb, pcie3-x8"
-    assert found.host_bytes == 64 * 10**9
+    assert found.host_bytes == 576 * 10**8
     assert found.h2d_bytes_per_s == found.d2h_bytes_per_s == 5.2e9
     assert load_hardware("rtx-4060ti,host=pcie4-x16").h2d_bytes_per_s == load_hardware("rtx-4060ti").h2d_bytes_per_s
     found = load_hardware("h200, ram=48GB, link=6GB")
-    assert (found.host_bytes, found.pinnable_bytes) == (48 * 10**9, 48 * 10**9)
+    assert (found.host_bytes, found.pinnable_bytes) == (432 * 10**8, 432 * 10**8)
+    assert load_hardware("h200,free=43GB").host_bytes == 43 * 10**9
     assert (found.h2d_bytes_per_s, found.d2h_bytes_per_s) == (6e9, 6e9)
 
 
@@ -145,7 +146,7 @@ def test_changes_to_a_machine() -> None:
         ("h200,host=sdram", "host='sdram' is no file and not known; give"),
         ("h200,host=", "host='' is no file and not known; give"),
         ("h200,ram=lots", "hardware: ram='lots' is not a size"),
-        ("h200,pcie=3", r"unknown change 'pcie=3'; write host=NAME, ram=64GB, link=12GB or net=12GB"),
+        ("h200,pcie=3", r"unknown change 'pcie=3'; write host=NAME, ram=64GB, free=58GB"),
         ("rtx-3091", "did you mean rtx-3090"),
         ("rtx", "could be rtx-3060-12gb or"),
         ("tpu", f"is no file and not known.*{', '.join(NAMES)}"),

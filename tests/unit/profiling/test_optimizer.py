@@ -105,6 +105,15 @@ def test_scratch_is_that_of_the_worst_of_the_first_steps_of_each_kind(asks: bool
     assert UpdateSizes(Uneven([vector], asks=asks), CPU, scratch_ratio=9).scratch(vector) == 9 * vector.nbytes
 
 
+def test_scratch_of_muon_depends_on_the_shape_of_a_matrix() -> None:
+    square, wide, tall = (nn.Parameter(torch.ones(*shape)) for shape in ((32, 32), (8, 128), (128, 8)))
+    sizes = UpdateSizes(torch.optim.Muon([square, wide, tall]), CPU)
+    most, wide_bytes, tall_bytes = (sizes.scratch(p) for p in (square, wide, tall))
+    assert most is not None
+    assert wide_bytes == tall_bytes
+    assert most > (wide_bytes or 0) > wide.nbytes  # the square of the shorter side comes to the copies
+
+
 class Stacking(Optimizer):
     """Stacks gradients, as Muon does in the versions for many matrices of one shape."""
 
