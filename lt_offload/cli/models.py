@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lt_offload.compat.hugging_face import NAME
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
+from lt_offload.finetune.quantize import stored_form
 from lt_offload.finetune.weights.gguf import SMOLLM2, is_gguf
 from lt_offload.resources import is_dir, is_file, shipped_files, user_path
 from lt_offload.suggest import did_you_mean
@@ -111,9 +112,7 @@ def _check_causal(model: str, config: PreTrainedConfig) -> None:
             f"new: {model} is not a causal language model but {' or '.join(stated) or f'of type {config.model_type}'}; "
             "this package fine-tunes models that continue a text"
         )
-    quantized = getattr(config, "quantization_config", None)
-    if quantized:
-        raise ConfigError(
-            f"new: the weights of {model} are stored with few bits already, which cannot be trained; give the model "
-            "that they were made of"
-        )
+    try:
+        stored_form(config)
+    except ConfigError as error:
+        raise ConfigError(f"new: {model}: {error}") from None

@@ -43,6 +43,8 @@ _IS_CAUSAL = {FLASH_ON_CPU: 4, FLASH_ON_CPU_BACKWARD: 7}
 """The position of the argument that hides later tokens."""
 _TILE = 128
 """Tokens of the pieces that kernels of attention multiply: those that are hidden entirely are left out."""
+_ALLOCATE = frozenset({torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format})
+"""Operations that only take memory."""
 _GATHERS = frozenset({_aten.embedding.default})
 _grouped_mm = _aten._grouped_mm.default
 """The products of all experts of a mixture."""
@@ -154,8 +156,10 @@ class Roofline(OperationMode):
         out = _result(func, args, kwargs or {})
         read = list(tensors_in((args, kwargs or {})))
         written = _written(func, args, read, out)
-        # A view costs nothing: no kernel runs for it.
-        if written:
+        # A view costs nothing, and neither does memory without numbers: no kernel runs for it.
+        if written and func not in _ALLOCATE:
+            filled = _filled(func, args, kwargs or {})
+            read = [tensor for tensor in read if tensor is not filled]
             if func in _GATHERS:  # reads as many rows of its table as it returns
                 read = [*read[1:], *written]
             traffic = sum(tensor.nbytes for tensor in (*read, *written))
@@ -238,6 +242,14 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if left.dim() == right.dim() == 2:  # each group of terms has a product
         parts = (args[2] if len(args) > 2 else kwargs["offs"]).shape
     return left.new_empty((*parts, left.shape[-2], right.shape[-1]), dtype=kwargs.get("out_dtype") or left.dtype)
+
+
+def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensor that an operation is given for its result, and does not read; None if there is none."""
+    if "out" in kwargs:
+        return kwargs["out"]
+    arguments = schema_of(func).arguments
+    return args[0] if args and arguments and arguments[0].name == "out" else None
 
 
 def _written(func: Any, args: tuple[Any, ...], read: list[Tensor], out: Any) -> list[Tensor]:

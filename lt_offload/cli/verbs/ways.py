@@ -18,6 +18,7 @@ from lt_offload.cli.models import NamedModel
 from lt_offload.cli.verbs.plan import estimate, plan
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, UnsupportedError
 from lt_offload.errors import named as worded
+from lt_offload.finetune.quantize import stored_form
 from lt_offload.finetune.terminal import keeping_quiet, say, status
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.batch.profiles import in_parts, scaled
@@ -63,7 +64,7 @@ _BF16, _LORA = "configs/bf16.yaml", "configs/lora.yaml"
 _ROUNDED = ("stochastic_rounding", True, "small updates count on average, without fp32 copies of the weights")
 _MASTERS = ("master_weights", True, "updates are of fp32 copies of the weights, in RAM")
 _EIGHT_BITS = ("optimizer", "adamw8bit", "moments in 8 bits, as in bitsandbytes: 2 bytes per weight instead of 8")
-_FOUR_BITS = ("quantize", "nf4", "layers under the adapters have four bits, unpacked where they compute")
+_FOUR_BITS = ("quantize", "nf4", "weights under the adapters have four bits, opened where they compute")
 METHODS = (
     Method("full", "all weights in fp32"),
     Method("bf16", "all weights in bf16, fp32 masters", (_BF16,), (_MASTERS,)),
@@ -73,6 +74,20 @@ METHODS = (
     Method("qlora", "LoRA on 4-bit weights (QLoRA)", (_BF16, _LORA), (_FOUR_BITS,)),
 )
 """The most exact first."""
+
+
+def _methods(source: NamedModel, method: str) -> list[Method]:
+    """Return the methods that ``method`` may mean for a model; raises ``ConfigError`` if it has none of them."""
+    form = stored_form(source.config)
+    if form is None:
+        return [way for way in METHODS if method in ("auto", way.name)]
+    if method not in ("auto", "lora", "qlora"):
+        raise ConfigError(
+            f"new: --method {method} trains weights, and those of {source.name} are stored as {form.upper()}, in which "
+            "they stay frozen; use --method lora, or give the model that it was made of"
+        )
+    setting = "quantize", form, "weights under the adapters stay as they are shipped, and are opened where they compute"
+    return [Method("lora", f"LoRA on its {form.upper()} weights", (_BF16, _LORA), (setting,))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +172,7 @@ class Drafts:
         Each is told as soon as it is known, and is in :attr:`known` from then on. Raises ``InfeasibleError`` if none
         fits, and the first one's error if none is possible, however much memory there is.
         """
-        wanted = [way for way in METHODS if method in ("auto", way.name)]
+        wanted = _methods(self.source, method)
         positions = getattr(self.source.config, "max_position_embeddings", None) or _LENGTHS[0]
         for length in [length for length in _LENGTHS if length <= positions] or [positions]:
             self.known = ways = []

@@ -183,13 +183,25 @@ def test_a_method_that_is_impossible_is_not_called_too_large(capsys: pytest.Capt
     assert "error: form=nf4: most weights of GPT2LMHeadModel are neither of an nn.Linear nor of experts" in error
 
 
+def test_a_model_that_is_shipped_in_four_bits_has_adapters_on_these(capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    name = described(_name_or_path="a/b", quantization_config=shipped)
+    assert "--method full trains weights, and those of a/b are stored as FP8" in fails(
+        capsys, "new", name, "--memory", "900MB", *CARD, "--method", "full"
+    )
+    assert main(["new", name, "--memory", "900MB", *CARD, "--output", "mine.yaml"]) == 0, capsys.readouterr().err
+    text = Path("mine.yaml").read_text()
+    assert "quantize: fp8  # weights under the adapters stay as they are shipped" in text
+    assert "LoRA on its FP8 weights" in text
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({}, 'small.json does not say which model it is of; add "_name_or_path"'),
         ({"_name_or_path": "a/b", "architectures": ["BertForMaskedLM"]}, "not a causal language model but BertForMask"),
         ({"_name_or_path": "a/b", "model_type": "t5", "architectures": None}, "but of type t5"),
-        ({"_name_or_path": "a/b", "quantization_config": {"quant_method": "gptq", "bits": 4}}, "with few bits already"),
+        ({"_name_or_path": "a/b", "quantization_config": {"quant_method": "gptq", "bits": 4}}, "is stored in gptq"),
     ],
 )
 def test_models_that_cannot_be_trained(

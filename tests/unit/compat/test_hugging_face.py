@@ -64,3 +64,21 @@ def test_names_of_trainers() -> None:
 def test_names_of_quantized_configurations() -> None:
     config = importlib.import_module("transformers").BitsAndBytesConfig(load_in_4bit=True)
     assert {compat.STORED_IN_FOUR_BITS, compat.STORED_IN_EIGHT_BITS} <= config.to_dict().keys()
+
+
+def test_names_of_experts() -> None:
+    from tests.parity.models import quantized
+
+    model: Any = quantized.experts("qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    assert compat.experts_weights(experts) == ["gate_up_proj", "down_proj"]
+    assert compat.experts_weights(model.model.layers[0].mlp) == []
+    halves = torch.ones(2, 64)
+    assert compat.gated_by(experts, halves).shape == (2, 32)
+    config = experts.config
+    compat.use_experts(experts, lambda module, hidden, index, weights: hidden + 1)
+    assert torch.equal(experts(halves, None, None), halves + 1)
+    assert model.model.layers[1].mlp.experts.config is config
+    compat.without_experts(experts)
+    assert experts.config is config
+    assert [*compat.ignored_in_files(model)] == []

@@ -437,11 +437,20 @@ def trees() -> None:
     assert compat.tree_unflatten([value + 1 for value in leaves], spec) == compat.tree_map(lambda x: x + 1, tree)
 
 
-@check("profiles without weights", "FakeTensorMode", "DataDependentOutputException", "DynamicOutputShapeException")
+@check(
+    "profiles without weights",
+    *("FakeTensorMode", "FakeTensor", "is_fake", "beside_fake"),
+    *("DataDependentOutputException", "DynamicOutputShapeException"),
+)
 def fakes() -> None:
+    assert not compat.is_fake(torch.ones(1))
     with compat.FakeTensorMode():
         made = torch.ones(2**40)
         assert made.shape == (2**40,)
+        assert compat.is_fake(made)
+        table = compat.beside_fake(made, (2, 3), torch.int8)
+        assert (table.shape, table.dtype, table.device) == ((2, 3), torch.int8, made.device)
+        assert compat.is_fake(table + 1)
         with pytest.raises(compat.DynamicOutputShapeException):
             torch.ones(2).nonzero()
         with pytest.raises(compat.DataDependentOutputException):
