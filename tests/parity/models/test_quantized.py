@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 import lt_offload
@@ -150,6 +151,9 @@ def fit(
 ) -> Result:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     quiet |= {"accelerator": "cpu", "max_epochs": -1, "num_sanity_val_steps": 0, "val_check_interval": 2}
+    if settings.get("precision") == "16-mixed":  # by its name there is none on a CPU
+        scaler = torch.amp.GradScaler("cpu", 2.0**34, 2.0**18, 2.0**-18, growth_interval=1)
+        settings = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}  # type: ignore[arg-type]
     saving = ModelCheckpoint(dirpath=where, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     trainer = L.Trainer(strategy=strategy, max_steps=steps, callbacks=[saving], **quiet | settings)
     seed()
@@ -168,7 +172,9 @@ def fit(
     [
         ("llama", "400KB", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         ("llama", "400KB", {"precision": "bf16-mixed"}),
+        ("llama", "400KB", {"precision": "16-mixed"}),
         ("llama", "10MB", {}),
+        ("qwen3_moe", "600KB", {"precision": "16-mixed"}),
         ("qwen3_moe", "600KB", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         ("mixtral", "1MB", {"precision": "bf16-mixed"}),
     ],
