@@ -301,3 +301,25 @@ def test_a_kernel_that_rounds_in_another_way_is_not_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native.kernel() is None
     assert "its numbers are not those of torch's kernel" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_library_of_the_wheel_comes_first_and_one_that_does_not_load_is_compiled(
+    kernel: native.Kernel, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "optim" / "adamw.cpp"
+    brought = compiling.shipped(source, torch.backends.cpu.get_cpu_capability())
+    brought.parent.mkdir(parents=True)
+    brought.write_bytes(b"of another system")
+    source.write_bytes(native._SOURCE.read_bytes())
+    monkeypatch.setattr(native, "_SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = native.kernel()
+    assert found is not None
+    assert found.library.parent == tmp_path / "lt_offload" / "kernels"
+    brought.unlink()
+    compiling.build_for_wheel(native._SOURCE, brought.parent)
+    native.kernel.cache_clear()
+    found = native.kernel()
+    assert found is not None
+    assert found.library == brought
