@@ -6,6 +6,7 @@ are loaded when they are first used.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -116,9 +117,10 @@ def _autoload() -> None:
 try:
     from lt_offload.strategy.register import install
 
-    install()
+    if os.environ.get("LT_OFFLOAD_AUTOLOAD", "1") != "0":
+        install()
 except Exception as error:
     sys.stderr.write(
         f"lt_offload: the strategy 'offmate' is not registered, as this installation is broken ({error}); install "
-        "lt-offload again, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0\n"
+        "lt-offload again, or set LT_OFFLOAD_AUTOLOAD=0\n"
     )

@@ -21,7 +21,7 @@ from lt_offload.suggest import nearest
 from lt_offload.units import parse_bytes
 from lt_offload.yaml_files import read_yaml
 
-_TRAINS = "training has no verb: lt-finetune RECIPE"
+_TRAINS = "the verb of training is fit, and may be left out: lt-finetune RECIPE"
 _ANSWERS = "a trained model answers by lt-finetune chat RUN, or lt-finetune generate RUN --prompt TEXT"
 _OTHER_VERBS = {
     **dict.fromkeys(("train", "finetune", "fine-tune", "sft", "run", "start", "tune"), _TRAINS),

@@ -388,7 +388,6 @@ class FineTune(LightningModule):
             scheduler.base_lrs = [lr] * len(groups)
             for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
                 group["initial_lr"], group["lr"] = lr, lr * factor(scheduler.last_epoch)
-            scheduler._last_lr = [group["lr"] for group in groups]
         _log.warning(
             "model.lr=%g from step %d on, with the schedule and the moments of the run, which had %g until then",
             lr, self.trainer.global_step, self._lr_of_run,

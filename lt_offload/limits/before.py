@@ -146,7 +146,8 @@ def _manual(run: Setup) -> str | None:
     "own optimizer_step, optimizer_zero_grad or backward",
     "trainer",
     why="the hook acts on an update that has happened already",
-    instead="remove it; schedule the learning rate with an lr_scheduler of interval='step'",
+    instead="remove it; schedule the learning rate with an lr_scheduler of interval='step', average weights (EMA) in "
+    "on_before_zero_grad or by Lightning's WeightAveraging",
 )
 def _step_hook(run: Setup) -> str | None:
     return overridden([run.trainer.lightning_module], ("optimizer_step", "optimizer_zero_grad", "backward"))

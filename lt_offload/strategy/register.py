@@ -5,7 +5,7 @@ So a namespace that is imported already gets the strategy at once, and for the o
 adds it right after that import. The strategy's own code, and torch, are imported only when a Trainer asks for it.
 
 Nothing here may raise: the package is imported at the end of every ``import torch`` in the environment (entry point
-group ``torch.backends``; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that off).
+group ``torch.backends``). ``LT_OFFLOAD_AUTOLOAD=0`` switches it off: then there is no name, and the object alone.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def fits(results: Sequence[Result]) -> str:
     cards = [card["name"] for card in settings["cards"]]
     head = ["model", *(f"{card['bytes'] / 2**30:.0f} GiB, {card['name']}" for card in settings["cards"])]
     parts = []
-    for way in settings["ways"]:
+    for way in settings["ways"][1:]:  # of float32, which costs least beside enough memory, the README has the range
         rows = ["| " + " | ".join(head) + " |", "|---|" + "---|" * len(cards)]
         for result in (one for one in results if one["settings"]["model"] in _SHOWN):
             cases = {case["card"]: _cell(case) for case in result["figures"]["cases"] if case["way"] == way}
@@ -158,24 +158,6 @@ _SHORT = {
 """Methods of ``lt-finetune new`` in a cell."""
 
 
-def by_ram(results: Sequence[Result]) -> str:
-    """Return the RAM of home machines, with a card of 12 GB, in which models are trained, by the way of training."""
-    if not results:
-        return ""
-    settings = results[0]["settings"]
-    rows_of = {result["settings"]["model"]: result["figures"]["rows"] for result in results}
-    head = ["what is trained", *(f"`{model}`" for model in rows_of)]
-    rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for way in dict.fromkeys(row["way"] for found in rows_of.values() for row in found):
-        fits = [[row["ram"] for row in found if row["way"] == way and row["iteration_s"]] for found in rows_of.values()]
-        least = [next((ram.replace("GB", " GB") for ram in settings["rams"] if ram in those), "more") for those in fits]
-        rows.append(f"| {way} | {' | '.join(least)} |")
-    made = origins(results)
-    size, length = settings["batch"]
-    how = f"`{settings['card']}`, {size} x {length} tokens, {settings['left']:.0%} of the RAM for training"
-    return "\n".join([*rows, "", f"**Simulated**, {how}, by `python -m scripts.docs.fits --home` ({made})."])
-
-
 def longest(results: Sequence[Result]) -> str:
     """Return the longest sequences by card, without tiles of tokens and with them."""
     if not results:
@@ -196,7 +178,6 @@ def longest(results: Sequence[Result]) -> str:
 
 BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {
     "at-home": at_home,
-    "home": by_ram,
     "longest": longest,
     "fits": fits,
 }

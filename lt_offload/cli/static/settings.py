@@ -107,6 +107,9 @@ def of_call(verb: Verb) -> list[str]:
 
 def check(files: Sequence[Path], args: Sequence[str], verb: Verb) -> None:
     """Raise ``ConfigError`` for the first setting in ``files`` and flags that does not exist; it names near ones."""
+    words, _ = split(args)
+    if words and verb.name == "export":
+        raise ConfigError(f"{words[0]!r} is one word too many; the folder or file to write is --output {words[0]}")
     flags = flags_of(args)
     more = [Path(text) for name, text in flags if name == "config" and text is not None and is_file(text)]
     # The class of the strategy decides whether settings below it can be known, so it is looked for first.

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lt_offload
-from lt_offload.errors import ConfigError, ModelError
+from lt_offload.errors import ConfigError, InfeasibleError, ModelError
 from lt_offload.finetune.module import LoraArgs, add_lora
 from lt_offload.profiling.flops import flops_per_token, product_flops_per_token
 from lt_offload.profiling.from_config import load_model_config, profile_config
@@ -155,6 +155,19 @@ def test_bytes_of_mixtures_of_experts_equal_those_with_weights(family: str, dtyp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
+def test_too_little_ram_is_said_before_the_model_is_run_as_plans_say_it(optimizer: str) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "sequence_length": 16, "hardware": "rtx-3060", "optimizer": optimizer}
+    measured = profile_config("smollm2-135m", dtype="bfloat16", **options)
+    with pytest.raises(InfeasibleError) as planned:
+        lt_offload.solve(measured, host_memory="2100MB")
+    with pytest.raises(InfeasibleError, match="host_memory=2.1 GB is too small for the host copies") as early:
+        profile_config("smollm2-135m", dtype="bfloat16", host_memory=2_100_000_000, **options)
+    needed = early.value.needed_host_bytes
+    assert needed == planned.value.needed_host_bytes
+    assert profile_config("smollm2-135m", dtype="bfloat16", host_memory=needed, **options) == measured
+
+
 def test_a_large_model_needs_little_memory() -> None:
     program = (
         "from lt_offload.profiling.from_config import profile_config\n"

@@ -220,6 +220,18 @@ def test_importing_torch_stays_light_and_can_be_kept_free_of_it(installed: Path)
     assert run(code, autoload=False, path=installed).stdout.strip() == "[False, False, False, False]"
 
 
+def test_the_name_can_be_switched_off_and_the_object_is_there(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_OFFLOAD_AUTOLOAD", "0")
+    code = (
+        "import lightning.pytorch as pl, lt_offload\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "strategy = lt_offload.OffmateStrategy(memory='1GB')\n"
+        "pl.Trainer(accelerator='cpu', strategy=strategy, logger=False)\n"
+        "print('offmate' in StrategyRegistry)"
+    )
+    assert run(code, autoload=True, path=installed).stdout.splitlines()[-1] == "False"
+
+
 # -- nothing may break an import --------------------------------------------------------------------------------------
 
 
