@@ -92,7 +92,7 @@ def _layer(module: Any, name: str, x: Tensor, experts: Tensor, counts: list[int]
 def _low_rank(x: Tensor, first: Tensor, second: Tensor, counts: list[int]) -> Tensor:
     x = x.to(first.dtype)
     for weight in (first, second):
-        x = _in_dtype(x, lambda x, weight=weight: _Trained.apply(x, weight.to(x.dtype), counts))  # type: ignore[misc,no-untyped-call]
+        x = _in_dtype(x, lambda x, weight=weight: _TrainedProducts.apply(x, weight.to(x.dtype), counts))  # type: ignore[misc,no-untyped-call]
     return x
 
 
@@ -158,7 +158,7 @@ class _Products(torch.autograd.Function):
         return into, None, None, *(None for _ in pieces)
 
 
-class _Trained(torch.autograd.Function):
+class _TrainedProducts(torch.autograd.Function):
     """Products of rows with trained matrices of experts, all in one tensor, which has one gradient."""
 
     @staticmethod

@@ -77,7 +77,7 @@ def test_bash_completes(script: str, tmp_path: Path) -> None:
     cases = [
         ("valid", "validate "),
         ("mine", "mine.yaml "),
-        ("quickstart --model.lora.ta", "--model.lora.target_modules "),
+        ("quickstart --model.lora.target_m", "--model.lora.target_modules "),
         ("quickstart --model.dtype=bf", "bfloat16 "),
         ("quickstart --model.dtype bf", "bfloat16 "),
         ("quickstart --data.path mi", "mine.yaml "),
