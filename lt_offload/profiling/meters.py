@@ -158,7 +158,7 @@ class Roofline(OperationMode):
         written = _written(func, args, read, out)
         # A view costs nothing, and neither does memory without numbers: no kernel runs for it.
         if written and func not in _ALLOCATE:
-            filled = _filled(func, args, kwargs or {})
+            filled = _filled(func, args)
             read = [tensor for tensor in read if tensor is not filled]
             if func in _GATHERS:  # reads as many rows of its table as it returns
                 read = [*read[1:], *written]
@@ -244,10 +244,8 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return left.new_empty((*parts, left.shape[-2], right.shape[-1]), dtype=kwargs.get("out_dtype") or left.dtype)
 
 
-def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor that an operation is given for its result, and does not read; None if there is none."""
-    if "out" in kwargs:
-        return kwargs["out"]
+def _filled(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return the tensor that an operation of ours is given for its result, and does not read; None if there is none."""
     arguments = schema_of(func).arguments
     return args[0] if args and arguments and arguments[0].name == "out" else None
 
