@@ -48,6 +48,9 @@ class Script:
         """Return a new accelerator."""
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
+        if options.get("mixed_precision") == "fp16":
+            scale = GradScalerKwargs(2.0**30, backoff_factor=2.0**-14, growth_factor=2.0**14, growth_interval=1)
+            options["kwargs_handlers"] = [scale]
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), **options)
         return self.accelerator
 
@@ -96,9 +99,6 @@ def of_examples(
     if script.settings is not None and tile is not None:
         script.settings = script.settings | {"tile_tokens": tile}
     with script.within:
-        if options.get("mixed_precision") == "fp16":
-            scale = GradScalerKwargs(2.0**30, backoff_factor=2.0**-14, growth_factor=2.0**14, growth_interval=1)
-            options["kwargs_handlers"] = [scale]
         accelerator = script.start(gradient_accumulation_steps=accumulate, **options)
         made = model(script)
         if script.settings is None and tile is not None:
@@ -165,11 +165,11 @@ def by_hand(script: Script) -> Ended:
     return ended
 
 
-def resumed(script: Script) -> Ended:
+def resumed(script: Script, **options: Any) -> Ended:
     """Saved in the middle of an epoch, and gone on with by another accelerator."""
 
     def run(epochs: int, *, goes_on: bool) -> Ended:
-        accelerator = script.start(gradient_accumulation_steps=2)
+        accelerator = script.start(gradient_accumulation_steps=2, **options)
         made = script.model(dropout=0.1)
         optimizer: Any = adamw(made)
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
@@ -186,7 +186,7 @@ def resumed(script: Script) -> Ended:
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
-                script.notes(loss)
+                script.notes(loss, scale_of(accelerator))
                 if index == 1 and not goes_on:
                     accelerator.save_state(str(script.folder))
         ended = script.ended(model, optimizer)
@@ -302,7 +302,7 @@ CASES: dict[str, Callable[[Script], Ended]] = {
 ON_A_GPU: dict[str, Callable[[Script], Ended]] = {
     f"fp16, {name}": partial(of_examples, accumulate=2, mixed_precision="fp16", **options)
     for name, options in {"clipped": {"clip": 0.1, "evaluates": True}, "not clipped": {}, "SGD": {"make": sgd}}.items()
-}
+} | {"fp16, resumed": partial(resumed, mixed_precision="fp16")}
 """What accelerate refuses on a CPU. Every second step is left out, beginning with the first."""
 
 

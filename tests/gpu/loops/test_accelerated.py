@@ -26,6 +26,7 @@ BUDGETS = {
     "fp16, clipped": "smallest",
     "fp16, not clipped": "middle",
     "fp16, SGD": "recomputing",
+    "fp16, resumed": "middle",
 }
 
 

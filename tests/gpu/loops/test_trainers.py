@@ -94,6 +94,20 @@ def test_a_run_in_fp16_is_the_plain_one(case: str, folder: Path, target: Target,
     assert set(scales) == {2.0**30, 2.0**16}
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_run_in_fp16_is_resumed(step: int, tmp_path: Path, target: Target, deterministic: None) -> None:
+    if not target.cuda:
+        pytest.skip("transformers scales no loss on a CPU")
+    make = cases.plain(kind=Scaled, fp16=True, max_steps=4, save_strategy="steps", save_steps=1)
+    plain = ended(train(make, tmp_path / "plain"))
+    first = trained(make, "tight", tmp_path / "ours")
+    assert plain.differs(ended(first)) == []
+    context = lt_offload.hf_trainer(memory=first.offmate.plan.budget_bytes)
+    checkpoint = str(tmp_path / "ours" / "out" / f"checkpoint-{step}")
+    again = train(make, tmp_path / "ours", context, resume_from_checkpoint=checkpoint)
+    assert plain.differs(ended(again)) == []
+
+
 def test_a_trainer_evaluates_without_training_and_its_model_stays_on_the_host(
     folder: Path, target: Target, deterministic: None
 ) -> None:
