@@ -3,7 +3,7 @@
     python -I use.py             the kernel is one that the wheel brought along
     python -I use.py --compiled  the kernel was compiled here, as after an installation from source
 
-A few steps of a small model by plain training and by lt_offload, every number compared; and lt-finetune ls.
+With the wheel also ``lt-finetune verify``: a few steps of a small model by plain training and by lt_offload, compared.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ def main() -> int:
     command = str(Path(sys.executable).with_name("lt-finetune"))
     recipes = subprocess.run([command, "ls"], check=True, capture_output=True, text=True).stdout
     assert "quickstart" in recipes
+    if "--compiled" in sys.argv:
+        return 0
     return subprocess.run([command, "verify", "--steps", "4", "--quiet"], check=False).returncode
 
 
