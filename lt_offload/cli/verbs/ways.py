@@ -182,10 +182,10 @@ class Drafts:
         way, began = WayToTrain(method, length), time.monotonic()
         try:
             self._wholes[method] = self._profile(way, _GLANCE)
+            self._profile_s = time.monotonic() - began
+            return self._split(way, _SPLITS, _FIRST_SECONDS)
         except Exception as error:  # raised here, any error of one method would hide the others
             return replace(way, error=error)
-        self._profile_s = time.monotonic() - began
-        return self._split(way, _SPLITS, _FIRST_SECONDS)
 
     def _split(self, way: WayToTrain, splits: Sequence[tuple[int, int]], seconds: float) -> WayToTrain:
         """Return ``way`` with a plan of the division of its batch that promises most, of those with a plan."""
