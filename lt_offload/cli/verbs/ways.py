@@ -35,7 +35,7 @@ BATCH = 16
 _LENGTHS = (1024, 512, 256, 128)
 _FIRST_SECONDS, _PRICE_SECONDS = 0.5, 4.0
 """Seconds for a first plan of a method, and for one that is only compared with others."""
-_GLANCE = 4
+_GLANCE = 2
 """Sequences of the profiles that plans are compared with."""
 _ALIKE = 1.02
 """The factor on promised times up to which divisions of a batch count as equally fast."""
