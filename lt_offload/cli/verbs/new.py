@@ -78,12 +78,7 @@ def new(
     target = user_path(output) if output else Path(name)
     check_output(target, "--output", new=True)
     _write(target, source, chosen, machine, text=drafts.text(chosen), has_data=data is not None)
-    _explain(source, machine, ways, chosen)
-    if stopped:
-        said = (
-            "Stopped by Ctrl-C: these are the plans until then, and training or 'lt-finetune plan' finds a better one."
-        )
-        print(textwrap.fill(said, _WIDTH))
+    _explain(source, machine, ways, chosen, stopped=stopped)
     print(f"{target}  (run it: lt-finetune {target})")
     return 130 if stopped else 0
 
@@ -187,7 +182,9 @@ def _write(target: Path, source: NamedModel, way: WayToTrain, machine: Machine, 
     target.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
 
 
-def _explain(source: NamedModel, machine: Machine, ways: Sequence[WayToTrain], chosen: WayToTrain) -> None:
+def _explain(
+    source: NamedModel, machine: Machine, ways: Sequence[WayToTrain], chosen: WayToTrain, *, stopped: bool
+) -> None:
     """Print the table of the plans, and the reason for the choice, in 80 columns."""
     about = (
         f"{source.name} on {machine.profile.name} with {machine.memory} on the GPU and "
@@ -212,5 +209,7 @@ def _explain(source: NamedModel, machine: Machine, ways: Sequence[WayToTrain], c
     why = "the most exact one that is at least half as fast as the fastest"
     if fitting[0] == chosen.method:
         why = "the only one that fits" if len(fitting) == 1 else "the most exact one that fits"
+    if stopped:
+        why += " of the plans until Ctrl-C; training, or 'lt-finetune plan', finds a better one"
     reasons = f"Chosen: {chosen.method.title}, {why}; its step takes {slower:.2f} times as long as with enough memory."
     print(textwrap.fill(reasons, _WIDTH))

@@ -36,7 +36,7 @@ BATCH = 16
 _LENGTHS = (1024, 512, 256, 128)
 _FIRST_SECONDS, _PRICE_SECONDS = 0.5, 4.0
 """Seconds for a first plan of a method, and for one that is only compared with others."""
-_GLANCE = 4
+_GLANCE = 2
 """Sequences of the profiles that plans are compared with."""
 _ALIKE = 1.02
 """The factor on promised times up to which divisions of a batch count as equally fast."""
@@ -197,10 +197,10 @@ class Drafts:
         way, began = WayToTrain(method, length), time.monotonic()
         try:
             self._wholes[method] = self._profile(way, _GLANCE)
+            self._profile_s = time.monotonic() - began
+            return self._split(way, _SPLITS, _FIRST_SECONDS)
         except Exception as error:  # raised here, any error of one method would hide the others
             return replace(way, error=error)
-        self._profile_s = time.monotonic() - began
-        return self._split(way, _SPLITS, _FIRST_SECONDS)
 
     def _split(self, way: WayToTrain, splits: Sequence[tuple[int, int]], seconds: float) -> WayToTrain:
         """Return ``way`` with a plan of the division of its batch that promises most, of those with a plan."""

@@ -109,6 +109,8 @@ def test_cp_makes_a_recipe_that_still_finds_its_bases(tmp_path: Path, capsys: py
         (["cp", "quickstart", "{}/no/folder.yaml"], "there is no folder"),
         (["cp", "quikstart", "{}/x.yaml"], "did you mean quickstart"),
         (["ls", "all"], "ls: all is one word too many"),
+        (["export", "quickstart", "full"], "the folder or file to write is --output full"),
+        (["train", "quickstart"], "the verb of training is fit, and may be left out: lt-finetune RECIPE"),
         (["fit"], "fit needs a recipe"),
         (["plan", "--memory", "8GB"], "plan needs a recipe"),
         (["quikstart"], "did you mean quickstart"),

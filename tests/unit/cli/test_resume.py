@@ -129,6 +129,15 @@ def test_settings_that_a_run_cannot_be_continued_with_are_not_kept(
     assert not Path("run").exists()
 
 
+def test_a_run_goes_on_with_another_learning_rate(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    constant = ["--model.schedule", "constant", "--model.warmup_steps", "0"]
+    assert main([recipe, "--trainer.default_root_dir", "run", "--trainer.max_steps", "2", *constant]) == 0
+    capsys.readouterr()
+    assert main(["run", "--resume", "--trainer.max_steps", "4", "--model.lr", "0.002"]) == 0
+    assert "model.lr=0.002 from step 2 on, with the schedule and the moments of the run" in capsys.readouterr().err
+    assert [rate for _, rate in read_run(Path("run")).curve("lr")] == pytest.approx([0.01, 0.01, 0.002, 0.002])
+
+
 def test_a_run_is_not_overwritten_by_another_one(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [recipe, "--trainer.default_root_dir", "run", "--trainer.max_steps", "2"]
     fails(capsys, *flags, "--data.path", "none.txt")  # before its first step: nothing of it is worth keeping
