@@ -446,7 +446,8 @@ class Engine(LoopCalls):
             return
         self._grad_norm = norm = self.gradients.end_iteration(self._norms_of_rest())
         # A GradScaler leaves it to fused optimizers to unscale gradients.
-        if norm is not None and (scale := getattr(self.updates.optimizer, "grad_scale", None)) is not None:
+        scale = getattr(self.updates.optimizer, "grad_scale", None)
+        if norm is not None and isinstance(scale, Tensor):
             self._grad_norm = norm / scale.to(norm.device)
         self.updates.end_iteration(self.weights)
         self._iteration.end()

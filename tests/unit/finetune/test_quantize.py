@@ -184,7 +184,7 @@ def test_models_stored_otherwise(stored: dict[str, Any], message: str) -> None:
         ({"master_weights": True, "dtype": "bfloat16"}, r"needs model\.lora"),
         ({"lora": LoraArgs(), "master_weights": True, "dtype": "bfloat16"}, r"master_weights=true changes nothing"),
         ({"lora": LoraArgs(), "compile_blocks": True}, "compile_blocks=true is not offered"),
-        ({"lora": LoraArgs(), "quantize": "int4"}, "'int4' is not known; use nf4, int8, fp8, mxfp4"),
+        ({"lora": LoraArgs(), "quantize": "int4"}, "'int4' is not known; use nf4, mxfp4, fp8, int8, lossless"),
     ],
     ids=str,
 )
