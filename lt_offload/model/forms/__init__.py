@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lt_offload.compat.peft import has_adapters
 from lt_offload.errors import ConfigError
-from lt_offload.model.forms.adapters import adapt_stored_experts
+from lt_offload.model.forms.adapters import adapt_stored
 from lt_offload.model.forms.base import StorageForm
 from lt_offload.model.forms.exact import Lossless
 from lt_offload.model.forms.experts import compute_stored, experts_in, open_experts
@@ -37,7 +38,8 @@ FORMS: dict[str, StorageForm] = {form.name: form for form in (NF4(), MXFP4(), FP
 def form_named(name: object, setting: str = "quantize") -> StorageForm:
     """Return the form that is called ``name``; raises ``ConfigError`` if there is none, or its package is missing."""
     if not isinstance(name, str) or name not in FORMS:
-        raise ConfigError(f"{setting}={name!r} is not known; use {', '.join(FORMS)}, or set it to null")
+        unset = "" if setting == "form" else ", or set it to null"
+        raise ConfigError(f"{setting}={name!r} is not known; use {', '.join(FORMS)}{unset}")
     form = FORMS[name]
     if form.needs and find_spec(form.needs) is None:
         raise ConfigError(f"{setting}={name} needs the package {form.needs}: pip install {form.needs}")
@@ -70,7 +72,8 @@ def store_weights(model: nn.Module, form: str, *, dtype: torch.dtype | None = No
         The names of the weights that are stored now.
 
     Raises:
-        ConfigError: if there is no such form, its package is not installed, or most weights cannot be stored.
+        ConfigError: if there is no such form, its package is not installed, most weights cannot be stored, or the model
+            has adapters already.
     """
     chosen = form_named(form, "form")
     return tuple(close_weights(model, chosen, check_weights(model, chosen, dtype, "form"), dtype=dtype))
@@ -103,6 +106,11 @@ def check_weights(
     model: nn.Module, form: StorageForm, dtype: torch.dtype | None = None, setting: str = "model.quantize"
 ) -> Checked:
     """Return the weights of ``model`` that ``form`` can take; raises ``ConfigError`` if most numbers are in others."""
+    if has_adapters(model):
+        raise ConfigError(
+            f"{setting}={form.name}: {type(model).__name__} has adapters of peft already, which would be stored and "
+            "frozen like other layers; store the weights of the model first, and add adapters then"
+        )
     checked = Checked([], {})
     outside = {id(parameter) for parameter in _kept(model)}
     as_shipped = left_open(model)
@@ -127,10 +135,14 @@ def check_weights(
         name, largest = max(others, key=lambda item: item[1].numel(), default=("none", None))
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__ if largest is not None else "nothing"
         why = f", with {checked.refused[name]}" if name in checked.refused else ""
+        instead = "leave the model as it is" if setting == "form" else "set it to null"
+        if form.name == "lossless" and any("not of bfloat16" in reason for reason in checked.refused.values()):
+            instead += ", load it in bfloat16 (dtype=torch.bfloat16), or use int8"
+        else:
+            instead += ", or use a model whose layers are"
         raise ConfigError(
             f"{setting}={form.name}: most weights of {type(model).__name__} are neither of an nn.Linear nor of experts "
-            f"that can be stored so (the largest, {name}, is in a {kind}{why}); set it to null, or use a model whose "
-            "layers are"
+            f"that can be stored so (the largest, {name}, is in a {kind}{why}); {instead}"
         )
     return checked
 
@@ -165,13 +177,13 @@ def put_weight(model: nn.Module, name: str, stored: Stored, pieces: Sequence[Ten
     """Let the weight of ``model`` that is called ``name`` be stored, as ``pieces``."""
     module, _, weight = name.rpartition(".")
     owner = model.get_submodule(module).requires_grad_(False)
+    adapt_stored()
     if isinstance(owner, nn.Linear):
         model.set_submodule(module, StoredLinear(owner, stored, pieces))
         return
     delattr(owner, weight)
     put(owner, weight, stored, pieces)
     compute_stored(owner)
-    adapt_stored_experts()
 
 
 def open_weights(model: nn.Module) -> nn.Module:

@@ -1,27 +1,34 @@
-"""Adapters of stored experts, with peft's own class, names and files (``target_parameters``).
+"""Adapters of stored weights, with peft's own classes, names and files.
 
-peft adds the adapters of all experts to the whole weight. Stored experts have no such tensor: rows go through the two
-low-rank matrices of their expert beside its product, as in an adapter of a linear layer.
+Those of linear layers compute beside the layer. Merging and DoRA read its weight, and would take the bytes of a stored
+one for numbers: both are refused. Those of experts (``target_parameters``) peft adds to the whole weight. Stored
+experts have no such tensor: rows go through the two low-rank matrices of their expert beside its product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from lt_offload.compat.peft import parameter_adapter, use_parameter_adapter
+from lt_offload.compat.peft import dora, layer_adapter, parameter_adapter, use_parameter_adapter
+from lt_offload.errors import ConfigError
 from lt_offload.model.forms.experts import ADAPTERS, Factors
 from lt_offload.model.forms.layer import stored_of
 
 
-def adapt_stored_experts() -> None:
-    """Let peft make adapters of stored experts, if it is installed."""
+def adapt_stored() -> None:
+    """Let peft make adapters of stored experts, and refuse what reads a stored weight, if it is installed."""
     plain: Any = parameter_adapter()
     if plain is None or hasattr(plain, "knows_stored"):
         return
+    merging = "adapters cannot be merged into stored weights: call lt_offload.open_weights(model) first"
+    for kind in (plain, layer_adapter()):
+        kind.merge = _refused(kind.merge, merging)
+    dora().init = staticmethod(_refused(dora().init, "use_dora=True needs weights that are not stored: set it to False"))
 
     class ParamWrapper(plain):  # type: ignore[misc]
         """The same adapter; of a stored weight it knows the shape, and hands the module its factors."""
@@ -61,3 +68,15 @@ def adapt_stored_experts() -> None:
             return first, second, self.scaling[name]
 
     use_parameter_adapter(ParamWrapper)
+
+
+def _refused(method: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """Return ``method`` of an adapter; of a stored weight it raises ``ConfigError``."""
+
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if stored_of(self.get_base_layer()):
+            raise ConfigError(why)
+        return method(self, *args, **kwargs)
+
+    return checked

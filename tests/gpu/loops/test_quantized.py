@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import lt_offload
 from lt_offload.model.blocks import find_blocks
 from lt_offload.schema.plan import Plan
 from tests.gpu.loops.bench import LOOPS, ROOM, Bench, Here, Loop, in_both_ways, plain_steps, same
 from tests.parity.models import quantized
 from tests.support import models
+from tests.support.engines import Result, differences
 from tests.support.plans import streamed
 
 pytestmark = [*LOOPS, pytest.mark.only("cuda", "fake")]
@@ -58,12 +60,37 @@ def test_adapters_on_four_bits(dtype: torch.dtype, way: str, quantised: Quantize
 
 
 @in_both_ways
-@pytest.mark.parametrize("form", ["int8", "fp8", "mxfp4"])
+@pytest.mark.parametrize("form", ["int8", "fp8", "mxfp4", "lossless"])
 def test_adapters_of_experts_in_a_form(form: str, way: str, quantised: Quantized) -> None:
     targets = quantized.TARGETS
     assert (
         quantised.compare(way, plain_steps, family="qwen3_moe", form=form, dtype=torch.bfloat16, targets=targets) == []
     )
+
+
+@in_both_ways
+@pytest.mark.parametrize("form", ["int8", "fp8", "lossless", "mxfp4"])
+def test_adapters_on_a_form(form: str, way: str, quantised: Quantized) -> None:
+    assert quantised.compare(way, plain_steps, form=form, dtype=torch.bfloat16, lora_dropout=0.1) == []
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8", "fp8", "lossless", "mxfp4"])
+@pytest.mark.parametrize("activation_offload", [True, False], ids=["offloaded", "recomputing"])
+def test_experts_that_the_device_reads_in_host_memory(
+    form: str, activation_offload: bool, quantised: Quantized
+) -> None:
+    options = {"family": "qwen3_moe", "form": form, "dtype": torch.bfloat16, "targets": quantized.TARGETS}
+    switches = {"planner": "memferry", "activation_offload": activation_offload}
+    plan, profile = quantised.plan("tight", switches, **options), quantised.profile(**options)
+    read = {profile.tensors[tensor].name for op in plan.ops for tensor in plan.zero_copy(op)}
+    assert any(".experts." in name for name in read)
+    expected, _ = quantised.plainly(plain_steps, **options)
+    model, optimizer = quantised.fresh(**options)
+    batches = quantised.batches()
+    with lt_offload.offloaded(model, optimizer, batches[0], plan=plan, accelerator=quantised.target.accelerator) as run:
+        torch.manual_seed(1)
+        losses = plain_steps(Here(model=model, optimizer=optimizer, batches=batches, device=quantised.device, engine=run))
+    assert differences(expected, Result(losses, model, optimizer)) == []
 
 
 def clipped_steps(here: Here) -> list[torch.Tensor]:

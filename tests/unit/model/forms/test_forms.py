@@ -11,6 +11,7 @@ from torch import nn
 
 import lt_offload
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.module import LoraArgs, add_lora
 from lt_offload.model.forms import FORMS, open_weights, store_weights
 from lt_offload.model.forms.fp8 import FP8
 from lt_offload.model.forms.int8 import Int8
@@ -169,3 +170,27 @@ def test_the_public_name_says_what_it_cannot_do() -> None:
         lt_offload.store_weights(nn.Linear(4, 4), "nf5")
     with pytest.raises(ConfigError, match="form=nf4: most weights of Conv1d are neither"):
         lt_offload.store_weights(nn.Conv1d(4, 4, 3), "nf4")
+    with pytest.raises(ConfigError, match=r"not of bfloat16\); leave the model as it is, load it in bfloat16"):
+        lt_offload.store_weights(models.build(layers=1), "lossless")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_do_not_take_bytes_for_numbers(form: Any) -> None:
+    dtype, dora = torch.bfloat16, LoraArgs(r=2, dora=True)
+    model: Any = quantized.adapted(form=form, dtype=dtype)
+    with pytest.raises(ConfigError, match=r"cannot be merged into stored weights: call lt_offload.open_weights"):
+        model.merge_and_unload()
+    experts: Any = quantized.adapted(family="qwen3_moe", form=form, dtype=dtype, targets=quantized.TARGETS)
+    with pytest.raises(ConfigError, match="cannot be merged into stored weights"):
+        experts.merge_and_unload()
+    with pytest.raises(ConfigError, match="use_dora=True needs weights that are not stored"):
+        add_lora(quantized.base(form=form, dtype=dtype), dora)
+    plain: Any = add_lora(models.build(layers=1), dora)
+    plain.merge_and_unload()
+
+
+def test_adapters_come_after_stored_weights() -> None:
+    adapted = add_lora(models.build(layers=1), LoraArgs(r=4))
+    with pytest.raises(ConfigError, match=r"form=int8: PeftModel\w* has adapters of peft already"):
+        store_weights(adapted, "int8")
+    assert any(parameter.requires_grad for parameter in adapted.parameters())
