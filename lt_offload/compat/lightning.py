@@ -139,6 +139,11 @@ averages_on: Callable[[Any], Any] = attrgetter("_device")
 """The device of a callback's average of weights; None: the module's."""
 
 
+def own_average(callback: Any) -> bool:
+    """Return whether a callback averages by another formula than the mean."""
+    return bool({"avg_fn", "multi_avg_fn"} & {*getattr(callback, "_kwargs", ())})
+
+
 def compiler_context(module: Any) -> Any:
     """Return Lightning's notes about ``torch.compile`` of a module; None if it was not compiled."""
     return getattr(module, "_compiler_ctx", None)

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lt_offload.compat.hugging_face import ACCELERATES_HOOK
-from lt_offload.compat.lightning import BATCH_NORM, WRAPPERS_OF_FABRIC, averages_on, detects_anomaly, trainer_of
+from lt_offload.compat.lightning import (
+    BATCH_NORM,
+    WRAPPERS_OF_FABRIC,
+    averages_on,
+    detects_anomaly,
+    own_average,
+    trainer_of,
+)
 from lt_offload.limits.table import Recogniser, Setup, limit
 
 if TYPE_CHECKING:
@@ -183,6 +190,20 @@ def _average_on_the_device(run: Setup) -> str | None:
         if where is not None and "cpu" not in str(where):
             return f"{type(callback).__name__}(device={str(where)!r})"
     return None
+
+
+@limit(
+    "EMAWeightAveraging, or another avg_fn of WeightAveraging, with stored weights",
+    "trainer",
+    why="the average of two equal bytes is rounded to another one, so that frozen weights would change",
+    instead="use WeightAveraging without avg_fn, average the trained weights in on_before_zero_grad, or do not store "
+    "the weights",
+)
+def _average_of_bytes(run: Setup) -> str | None:
+    if all(parameter.is_floating_point() for parameter in run.trainer.lightning_module.parameters()):
+        return None
+    averages = (c for c in run.trainer.callbacks if _is_a(c, {"WeightAveraging"}) and own_average(c))
+    return next((f"callback {type(callback).__name__}" for callback in averages), None)
 
 
 # -- model ------------------------------------------------------------------------------------------------------------

@@ -85,6 +85,12 @@ class PlainPrecision(Precision):
     pass
 
 
+class Stored(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        lt_offload.store_weights(self.net, "int8")
+
+
 class Manual(Module):
     automatic_optimization = False
 
@@ -118,6 +124,10 @@ TRAINERS: dict[str, tuple[Callable[[], Trainer], str]] = {
         lambda: trainer(callbacks=[pl_callbacks.StochasticWeightAveraging(1e-3, device="cuda")]),
         "StochasticWeightAveraging(device='cuda')",
     ),
+    "average of bytes": (
+        lambda: trainer(Stored(), callbacks=[pl_callbacks.EMAWeightAveraging()]),
+        "callback EMAWeightAveraging",
+    ),
     "finder": (lambda: trainer(callbacks=[pl_callbacks.BatchSizeFinder()]), "callback BatchSizeFinder"),
     "pruning": (lambda: trainer(callbacks=[pl_callbacks.ModelPruning("l1_unstructured")]), "callback ModelPruning"),
 }
@@ -143,6 +153,12 @@ def test_hooks_that_look_at_gradients_and_callbacks_that_change_weights_pass() -
 def test_trainer_settings(name: str) -> None:
     make, setting = TRAINERS[name]
     assert f"- {setting}: " in message("trainer", Setup(trainer=make()))
+
+
+def test_a_mean_of_stored_weights_passes() -> None:
+    """Of equal bytes it is the same byte."""
+    means = [pl_callbacks.WeightAveraging(), pl_callbacks.StochasticWeightAveraging(1e-3)]
+    check("trainer", Setup(trainer=trainer(Stored(), callbacks=means)))
 
 
 def test_batch_norm_passes_on_one_device_and_where_it_keeps_nothing() -> None:

@@ -101,4 +101,6 @@ def test_classes_and_attributes_that_limits_ask_for(namespace: str) -> None:
     callbacks = importlib.import_module("lightning.pytorch" if namespace == "lightning" else namespace).callbacks
     average = callbacks.WeightAveraging(device="cpu")
     assert str(compat.averages_on(average)) == "cpu"
+    assert not compat.own_average(average)
+    assert compat.own_average(callbacks.EMAWeightAveraging())
     assert compat.BATCH_NORM in {cls.__name__ for cls in torch.nn.BatchNorm1d.__mro__}
