@@ -22,7 +22,7 @@ from lt_offload.compat.torch import (
 )
 from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account, tensors_in, workspace
-from lt_offload.machine.dispatch import OperationMode, repeats
+from lt_offload.machine.dispatch import OperationMode, repeats, writes
 from lt_offload.machine.driver import occupy
 from lt_offload.schema.profile import HardwareProfile
 
@@ -155,7 +155,7 @@ class Roofline(OperationMode):
         """Run the operation (on fake tensors: only its shapes) and count it."""
         out = _result(func, args, kwargs or {})
         read = list(tensors_in((args, kwargs or {})))
-        written = _written(func, args, read, out)
+        written = _written(func, args, kwargs or {}, read, out)
         # A view costs nothing, and neither does memory without numbers: no kernel runs for it.
         if written and func not in _ALLOCATE:
             filled = _filled(func, args)
@@ -250,15 +250,12 @@ def _filled(func: Any, args: tuple[Any, ...]) -> Any:
     return args[0] if args and arguments and arguments[0].name == "out" else None
 
 
-def _written(func: Any, args: tuple[Any, ...], read: list[Tensor], out: Any) -> list[Tensor]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: list[Tensor], out: Any) -> list[Tensor]:
     """Return the tensors that an operation writes; none if its results are views of its arguments."""
     results = list(tensors_in(out))
-    schema = schema_of(func)
-    if schema.is_mutable:
-        given = zip(schema.arguments, args, strict=False)
-        return results or [
-            *tensors_in([value for kind, value in given if kind.alias_info and kind.alias_info.is_write])
-        ]
+    if schema_of(func).is_mutable:
+        arguments = enumerate((*args, *kwargs.values()))
+        return results or [*tensors_in([one for place, one in arguments if writes(func, place, len(args), kwargs)])]
     known = {address_of(tensor.untyped_storage()) for tensor in read}
     return [tensor for tensor in results if address_of(tensor.untyped_storage()) not in known]
 

@@ -86,6 +86,19 @@ def test_attention_is_as_fast_as_its_inputs_and_leaves_out_what_is_hidden(dtype:
     assert shown * 5 * product <= backward + 1e-12 < 1.2 * shown * 5 * product
 
 
+def test_lists_that_are_written_count_wherever_they_stand() -> None:
+    aten = torch.ops.aten
+    with FakeTensorMode(), Roofline(MACHINE) as meter:
+        lists = [[torch.empty(1000) for _ in range(2)] for _ in range(3)]
+        before = meter.traffic
+        aten._foreach_add.List(lists[0], lists[1])
+        once = meter.traffic - before
+        aten._foreach_add_.List(lists[0], lists[1])
+        assert meter.traffic - before == 2 * once
+        aten._foreach_add.List_out(lists[0], lists[1], out=lists[2])
+        assert meter.traffic - before >= 3 * once > 0
+
+
 def test_memory_bound_operations_count_what_they_read_and_write() -> None:
     with FakeTensorMode(), Roofline(MACHINE) as meter:
         a, table, ids = torch.empty(1 << 20), torch.empty(1000, 1 << 10), torch.zeros(10, dtype=torch.long)
