@@ -299,28 +299,34 @@ _library.impl("adamw_", _adamw, "CPU")  # type: ignore[no-untyped-call]
 @functools.cache
 def kernel() -> Kernel | None:
     """Return the kernel, None if there is none on this machine; the log says why, once."""
+    slower = "AdamW is slower than it could be on the host: no compiled kernel, as %s"
+    return loaded(_SOURCE, Kernel, agrees, slower, "numbers are not those of torch's kernel")
+
+
+def loaded(
+    source: Path, make: Callable[[Path], Made], agrees: Callable[[Made], bool], slower: str, unlike: str
+) -> Made | None:
+    """Return what ``make`` makes of the library of ``source``: that of the wheel, or one that is compiled here.
+
+    None if there is none on this machine, or it does not agree: the log says that it is ``slower``, and why.
+    """
+    library, compiled = shipped(source, torch.backends.cpu.get_cpu_capability()), None
     try:
-        compiled = loaded(_SOURCE, Kernel)
+        if library.is_file():
+            try:
+                compiled = make(library)
+            except OSError as error:
+                _log.info("%s cannot be loaded and is compiled anew: %s", library, error)
+        compiled = make(build(source)) if compiled is None else compiled
     except (OSError, subprocess.SubprocessError) as error:
         lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line]
         reason = lines[0].strip() if lines else str(error)
     else:
         if agrees(compiled):
             return compiled
-        reason = "its numbers are not those of torch's kernel on this processor"
-    _log.warning("AdamW is slower than it could be on the host: no compiled kernel, as %s", reason)
+        reason = f"its {unlike} on this processor"
+    _log.warning(slower, reason)
     return None
-
-
-def loaded(source: Path, make: Callable[[Path], Made]) -> Made:
-    """Return what ``make`` makes of the library of ``source``: that of the wheel, or one that is compiled here."""
-    library = shipped(source, torch.backends.cpu.get_cpu_capability())
-    if library.is_file():
-        try:
-            return make(library)
-        except OSError as error:
-            _log.info("%s cannot be loaded and is compiled anew: %s", library, error)
-    return make(build(source))
 
 
 def agrees(compiled: Kernel) -> bool:

@@ -28,7 +28,9 @@ def adapt_stored() -> None:
     merging = "adapters cannot be merged into stored weights: call lt_offload.open_weights(model) first"
     for kind in (plain, layer_adapter()):
         kind.merge = _refused(kind.merge, merging)
-    dora().init = staticmethod(_refused(dora().init, "use_dora=True needs weights that are not stored: set it to False"))
+    dora().init = staticmethod(
+        _refused(dora().init, "use_dora=True needs weights that are not stored: set it to False")
+    )
 
     class ParamWrapper(plain):  # type: ignore[misc]
         """The same adapter; of a stored weight it knows the shape, and hands the module its factors."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import subprocess
 from pathlib import Path
 
 import torch
@@ -20,8 +18,6 @@ from lt_offload.compiling import load
 from lt_offload.model.forms.lossless import plain
 from lt_offload.model.forms.lossless.plain import ESCAPE, Closed
 from lt_offload.optim import native
-
-_log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("lossless.cpp")
 
@@ -63,17 +59,8 @@ class Library:
 @functools.cache
 def library() -> Library | None:
     """Return the compiled code, None if there is none on this machine; the log says why, once."""
-    try:
-        compiled = native.loaded(SOURCE, Library)
-    except (OSError, subprocess.SubprocessError) as error:
-        lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line]
-        reason = lines[0].strip() if lines else str(error)
-    else:
-        if agrees(compiled):
-            return compiled
-        reason = "its bits are not those of torch's operations on this processor"
-    _log.warning("lossless weights are opened slower than they could be: no compiled code, as %s", reason)
-    return None
+    slower = "lossless weights are opened slower than they could be: no compiled code, as %s"
+    return native.loaded(SOURCE, Library, agrees, slower, "bits are not those of torch's operations")
 
 
 def agrees(compiled: Library) -> bool:
