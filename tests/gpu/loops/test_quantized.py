@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lt_offload
+from lt_offload.errors import InfeasibleError
 from lt_offload.model.blocks import find_blocks
 from lt_offload.schema.plan import Plan
 from tests.gpu.loops.bench import LOOPS, ROOM, Bench, Here, Loop, in_both_ways, plain_steps, same
@@ -21,6 +22,10 @@ from tests.support.engines import Result, differences
 from tests.support.plans import streamed
 
 pytestmark = [*LOOPS, pytest.mark.only("cuda", "fake")]
+
+
+SPARE = 1 << 18
+"""Bytes beyond the least."""
 
 
 class Quantized(Bench):
@@ -79,9 +84,13 @@ def test_adapters_on_a_form(form: str, way: str, quantised: Quantized) -> None:
 def test_experts_that_the_device_reads_in_host_memory(
     form: str, activation_offload: bool, quantised: Quantized
 ) -> None:
-    options = {"family": "qwen3_moe", "form": form, "dtype": torch.bfloat16, "targets": quantized.TARGETS}
-    switches = {"planner": "memferry", "activation_offload": activation_offload}
-    plan, profile = quantised.plan("tight", switches, **options), quantised.profile(**options)
+    options = {"family": "qwen3_moe", "form": form, "dtype": torch.bfloat16, "num_experts": 64}
+    switches: dict[str, Any] = {"planner": "memferry", "activation_offload": activation_offload}
+    profile = quantised.profile(**options)
+    with pytest.raises(InfeasibleError) as caught:
+        lt_offload.solve(profile, memory=1, **switches)
+    assert caught.value.needed_bytes is not None
+    plan = lt_offload.solve(profile, memory=caught.value.needed_bytes + SPARE, **switches)
     read = {profile.tensors[tensor].name for op in plan.ops for tensor in plan.zero_copy(op)}
     assert any(".experts." in name for name in read)
     expected, _ = quantised.plainly(plain_steps, **options)
@@ -89,7 +98,9 @@ def test_experts_that_the_device_reads_in_host_memory(
     batches = quantised.batches()
     with lt_offload.offloaded(model, optimizer, batches[0], plan=plan, accelerator=quantised.target.accelerator) as run:
         torch.manual_seed(1)
-        losses = plain_steps(Here(model=model, optimizer=optimizer, batches=batches, device=quantised.device, engine=run))
+        losses = plain_steps(
+            Here(model=model, optimizer=optimizer, batches=batches, device=quantised.device, engine=run)
+        )
     assert differences(expected, Result(losses, model, optimizer)) == []
 
 
