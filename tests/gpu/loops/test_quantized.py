@@ -84,7 +84,7 @@ def test_adapters_on_a_form(form: str, way: str, quantised: Quantized) -> None:
 def test_experts_that_the_device_reads_in_host_memory(
     form: str, activation_offload: bool, quantised: Quantized
 ) -> None:
-    options = {"family": "qwen3_moe", "form": form, "dtype": torch.bfloat16, "num_experts": 64}
+    options: dict[str, Any] = {"family": "qwen3_moe", "form": form, "dtype": torch.bfloat16, "num_experts": 64}
     switches: dict[str, Any] = {"planner": "memferry", "activation_offload": activation_offload}
     profile = quantised.profile(**options)
     with pytest.raises(InfeasibleError) as caught:
