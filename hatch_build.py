@@ -1,4 +1,4 @@
-"""What a wheel has beside files of the source tree: its C++ sources, compiled for all processors of a kind.
+"""The part of a wheel beside files of the source tree: its C++ sources, compiled for all processors of a kind.
 
 Off unless HATCH_BUILD_HOOK_ENABLE_CUSTOM=true (``make wheel``): an installation from source needs no compiler, and
 compiles what it needs when it first needs it.

@@ -213,9 +213,9 @@ class FineTune(LightningModule):
         self._untold: Tensor | None = None
         """Tokens of the present update, kept from the batch of a subclass's step for a call of this class's."""
         self._optimizer_settings: dict[str, Any] | None = None
+        """Settings of the optimizer; None: there is none yet, or a subclass has made another."""
         self._lr_of_run: float | None = None
         """The learning rate of the run that is gone on with, if it is another one."""
-        """Settings of the optimizer; None: there is none yet, or a subclass has made another."""
 
     def _check_optimization(self) -> None:
         """Raise ``ConfigError`` for settings of optimizer and schedule that cannot be, or would change nothing."""

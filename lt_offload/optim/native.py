@@ -60,7 +60,7 @@ Kind = tuple[int, int, int]
 _PARTED = ("weight", "low", "grad", "exp_avg", "exp_avg_sq")
 """Arrays of which parts are updated."""
 _ARRAYS = np.dtype([(name, "u8") for name in (*_PARTED, "scale", "scale_sq")])
-"""What the kernel takes for a tensor: addresses, 0 where there is none."""
+"""Arguments of the kernel for a tensor: addresses, 0 where there is none."""
 _STEPS = np.dtype(
     [("negative_size", "f4"), ("correction", "f4"), ("seed", "u4"), ("first", "u4"), ("moment_seed", "u4")]
 )

@@ -30,6 +30,7 @@ from lt_offload.finetune.run.summary import environment
 from lt_offload.finetune.terminal import clear, status
 from lt_offload.finetune.weights.gguf import SMOLLM2
 from lt_offload.finetune.weights.tiny import save_tiny
+from lt_offload.strategy.offmate import OffmateStrategy
 from lt_offload.units import format_bytes, parse_bytes
 
 _WIDTH = 80
@@ -69,6 +70,11 @@ def verify(app: App, *, memory: str | None = None, steps: int = 8) -> int:
     """
     if steps < _FEWEST_STEPS:
         raise ConfigError(f"--steps {steps} is too few to time any and to resume between; take {_FEWEST_STEPS} or more")
+    if not isinstance(app.trainer.strategy, OffmateStrategy):
+        raise ConfigError(
+            f"trainer.strategy is {type(app.trainer.strategy).__name__}, which is plain training; verify compares that "
+            "with offmate: leave --trainer.strategy out, or set it to offmate"
+        )
     on_gpu = torch.cuda.is_available() and app.trainer.strategy.root_device.type == "cuda"
     if on_gpu and app.model.lora is not None and app.model.adapter is None:
         raise ConfigError(
@@ -176,7 +182,13 @@ class Runs:
         trainer.callbacks.insert(0, kept)  # before those that write checkpoints
         app.run_dir.mkdir(parents=True, exist_ok=True)
         with _fresh_memory():
-            trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True)
+            try:
+                trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True)
+            except SystemExit as error:
+                # Lightning makes an exit of Ctrl-C, with the code of numbers that differ.
+                if isinstance(error.__context__, KeyboardInterrupt):
+                    raise KeyboardInterrupt from None
+                raise
             metrics, seconds = app.summary.metrics, app.summary.clock.steps
             tokens = round(metrics.tokens / max(1, len(seconds)))
         return Trained(kept=kept, tokens=tokens, tokens_per_s=tokens / median(seconds[2:] or seconds))

@@ -24,7 +24,7 @@ from lt_offload.machine.replaced import Replaced
 Follow = Callable[[Unscale, Tensor], bool]
 """An engine's function that calls a scaler's with what has the gradients; it is told the factor, too."""
 _followed: dict[int, Follow] = {}
-"""Those of engines, by the identity of their optimizer."""
+"""The functions of engines, by the identity of their optimizer."""
 
 
 @contextmanager

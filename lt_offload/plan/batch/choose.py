@@ -129,7 +129,7 @@ class _BatchSearch:
     def __init__(self, profile_at: ProfileAt, settings: Settings, choices: Choices, say: Callable[[str], None]) -> None:
         self.profile_at, self.settings, self.choices, self.say = profile_at, settings, choices, say
         self.keep: Callable[[Profile, Plan], object] = lambda _profile, _plan: None
-        """Is told the best plan so far."""
+        """A callback that gets the best plan so far."""
         self.exact = choices.parts == 1
         """Plans must sum as plain PyTorch does: who allows parts allows another order."""
         self.profiles: dict[tuple[int, int], Profile] = {}

@@ -56,3 +56,16 @@ def test_other_numbers_are_noticed_and_named(
 def test_too_few_steps(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", recipe, "--steps", "3"]) == 2
     assert "--steps 3 is too few" in capsys.readouterr().err
+
+
+def test_plain_training_alone_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", recipe, "--trainer.strategy", "auto"]) == 2
+    assert "trainer.strategy is SingleDeviceStrategy, which is plain training" in capsys.readouterr().err
+
+
+def test_an_interruption_is_no_difference(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify.Kept, "on_train_batch_end", interrupt)
+    assert main(["verify", recipe, "--steps", "4"]) == 130
