@@ -9,8 +9,8 @@ Bytes are a model, for every device:
 
 * an embedding reads one row per token in the forward, nothing in the backward;
 * a norm reads its vectors once in either direction;
-* a stored weight (``model/forms``) is opened once in either direction; of experts those to which tokens are sent, in
-  this batch as far as anybody knows, otherwise with equal chances for all;
+* a stored weight (``model/forms``) is opened once in either direction. Of experts, those are opened that the tokens
+  of the batch choose; without numbers, every choice counts as equally likely;
 * a product reads its matrix once for every :data:`TILE` rows of activations, in the forward and again in the backward
   for the gradient of its input, unless the matrix is so small (:data:`CACHE_BYTES`) that the device's cache has it
   after the first time. Tiles are not smaller than that, nor are caches: both assumptions are on the safe side.
@@ -33,7 +33,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lt_offload.compat.torch import is_fake
+from lt_offload.compat.torch import DisableTorchDispatch, is_fake
 from lt_offload.errors import UnsupportedError
 from lt_offload.machine.zero_copy import locked, refusal, zero_copy_of, zero_copy_view
 from lt_offload.model.blocks import Structure
@@ -253,7 +253,9 @@ def _of_stored(module: nn.Module, args: tuple[Any, ...]) -> Iterator[Read]:
     if is_routed(module):
         chosen, experts = args[1], next(stored.shape[0] for stored in stored_of(module).values())
         known = not (is_fake(chosen) or chosen.is_meta)
-        share = len(chosen.unique()) / experts if known else 1 - (1 - 1 / experts) ** chosen.numel()
+        # What watches the operations of a block must not see one that its other runs do not make.
+        with DisableTorchDispatch():
+            share = len(chosen.unique()) / experts if known else 1 - (1 - 1 / experts) ** chosen.numel()
     for name in stored_of(module):
         for piece, tensor in zip(stored_of(module)[name].names(name), pieces_of(module, name), strict=True):
             nbytes = round(share * tensor.nbytes)
