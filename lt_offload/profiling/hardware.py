@@ -57,6 +57,10 @@ def load_hardware(name: str | Path) -> HardwareProfile:
     base, *changes = [text] if is_file(text) else text.split(",")
     path = _description(base, "hardware", _MACHINES)
     machine = _validated(path, {"name": path.stem} | _read(path))
+    keys = [change.partition("=")[0].strip() for change in changes]
+    sizes = ["RAM" if key in ("ram", "free") else key for key in keys if key != "host"]
+    if twice := [what for what in sizes if sizes.count(what) > 1]:
+        raise ConfigError(f"hardware={text!r} says {twice[0]} twice; name it once")
     for change in changes:
         machine = _changed(machine, change.strip())
     return machine

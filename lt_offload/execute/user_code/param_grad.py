@@ -80,4 +80,5 @@ def _refusal(func: Any, args: tuple[Any, ...]) -> Exception:
     flat = [item for argument in args for item in (argument if isinstance(argument, (list, tuple)) else [argument])]
     label = next((item.label for item in flat if isinstance(item, ConsumedGradient)), "a weight")
     name = getattr(func, "__name__", None) or str(func)
-    return limits.GRADIENTS.error(f"the gradient of {label} was used by {name}")
+    user = "GradScaler" if "non_finite_check_and_unscale" in name else name
+    return limits.GRADIENTS.error(f"the gradient of {label} was used by {user}")

@@ -146,6 +146,8 @@ def test_changes_to_a_machine() -> None:
         ("h200,host=sdram", "host='sdram' is no file and not known; give"),
         ("h200,host=", "host='' is no file and not known; give"),
         ("h200,ram=lots", "hardware: ram='lots' is not a size"),
+        ("h200,ram=64GB,free=50GB", "says RAM twice"),
+        ("h200,link=4GB,link=5GB", "says link twice"),
         ("h200,pcie=3", r"unknown change 'pcie=3'; write host=NAME, ram=64GB, free=58GB"),
         ("rtx-3091", "did you mean rtx-3090"),
         ("rtx", "could be rtx-3060-12gb or"),
