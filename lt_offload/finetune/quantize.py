@@ -16,8 +16,8 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.processes import is_first
 from lt_offload.finetune.terminal import say
 from lt_offload.machine.pages import forget
-from lt_offload.model.forms import FORMS, check_weights, close_weights, form_named
-from lt_offload.model.forms.layer import Stored, StoredLinear
+from lt_offload.model.forms import FORMS, check_weights, close_weights, form_named, put_weight
+from lt_offload.model.forms.layer import Stored
 from lt_offload.model.forms.nf4 import NF4, check_scales
 from lt_offload.model.quantized import packed_layers
 
@@ -130,5 +130,8 @@ def _take_over(model: Any, dtype: torch.dtype) -> None:
         form = NF4(block=state.blocksize, scales=state.state2.blocksize if state.nested else 0)
         check_scales(state)
         stored = Stored(form, tuple(state.shape), dtype)
-        layer = StoredLinear(loaded, stored, form.pieces(loaded.weight.data, state))
-        model.set_submodule(name, layer.requires_grad_(False))
+        with torch.device("meta"):
+            layer = nn.Linear(loaded.in_features, loaded.out_features, bias=False).train(loaded.training)
+        layer.bias = loaded.bias
+        model.set_submodule(name, layer)
+        put_weight(model, f"{name}.weight", stored, form.pieces(loaded.weight.data, state))

@@ -28,7 +28,7 @@ from lt_offload.model.forms.exact import Lossless
 from lt_offload.model.forms.experts import compute_stored, experts_in, open_experts
 from lt_offload.model.forms.fp8 import FP8
 from lt_offload.model.forms.int8 import Int8
-from lt_offload.model.forms.layer import Stored, StoredLinear, put, stored_of
+from lt_offload.model.forms.layer import Stored, StoredLinear, put, stored_of, take
 from lt_offload.model.forms.mxfp4 import MXFP4
 from lt_offload.model.forms.nf4 import NF4
 
@@ -178,12 +178,11 @@ def put_weight(model: nn.Module, name: str, stored: Stored, pieces: Sequence[Ten
     module, _, weight = name.rpartition(".")
     owner = model.get_submodule(module).requires_grad_(False)
     adapt_stored()
-    if isinstance(owner, nn.Linear):
-        model.set_submodule(module, StoredLinear(owner, stored, pieces))
-        return
-    delattr(owner, weight)
     put(owner, weight, stored, pieces)
-    compute_stored(owner)
+    if isinstance(owner, nn.Linear):
+        owner.__class__ = StoredLinear
+    else:
+        compute_stored(owner)
 
 
 def open_weights(model: nn.Module) -> nn.Module:
@@ -191,9 +190,10 @@ def open_weights(model: nn.Module) -> nn.Module:
 
     Adapters stay, and can be merged as those of any model.
     """
-    for name, module in list(model.named_modules()):
+    for module in model.modules():
         if isinstance(module, StoredLinear):
-            model.set_submodule(name, module.opened())
+            take(module, "weight")
+            module.__class__ = nn.Linear  # type: ignore[assignment]
         elif stored_of(module):
             open_experts(module)
     return model

@@ -104,24 +104,18 @@ def take(module: nn.Module, name: str) -> None:
     """Let ``module`` have the opened weight ``name`` again, frozen, instead of its pieces."""
     stored, pieces = stored_of(module)[name], pieces_of(module, name)
     weight = stored.open_all([piece.data for piece in pieces])
-    for piece in stored.names(name):
+    for piece in stored.names(name)[1:]:
         delattr(module, piece)
     module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
     vars(module)[STORED] = {other: kept for other, kept in stored_of(module).items() if other != name}
 
 
 class StoredLinear(nn.Linear):
-    """An ``nn.Linear`` with a stored weight: ``weight`` is the first of its pieces.
+    """The class of an ``nn.Linear`` while its weight is stored: ``weight`` is the first of its pieces.
 
-    It computes in the dtype of its input, or in that of ``torch.autocast``.
+    It computes in the dtype of its input, or in that of ``torch.autocast``. The module stays the same object, with the
+    hooks and the names that it has.
     """
-
-    def __init__(self, layer: nn.Linear, stored: Stored, pieces: Sequence[Tensor]) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        put(self, "weight", stored, pieces)
-        self.bias = layer.bias
-        self.train(layer.training)
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -137,16 +131,6 @@ class StoredLinear(nn.Linear):
     @override
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, form={stored_of(self)['weight'].form.name}"
-
-    def opened(self) -> nn.Linear:
-        """Return an ordinary layer with the numbers that this one computes with."""
-        with torch.device("meta"):
-            layer = nn.Linear(self.in_features, self.out_features, self.bias is not None)
-        stored = stored_of(self)["weight"]
-        weight = stored.open_all([piece.data for piece in pieces_of(self, "weight")])
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.bias = self.bias
-        return layer.train(self.training)
 
 
 def _product(x: Tensor, bias: Tensor | None, stored: Stored, pieces: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from lt_offload.finetune.module import FineTune, LoraArgs
 from lt_offload.model import forms
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.forms import FORMS, open_weights
-from lt_offload.model.forms.layer import StoredLinear
+from lt_offload.model.forms.layer import StoredLinear, pieces_of, stored_of
 from tests.parity.models import quantized
 from tests.support import models, tiny
 
@@ -125,7 +125,7 @@ def test_evaluation_leaves_the_weights_as_they_are(folder: Path) -> None:
 def test_what_is_stored_can_be_merged_with_adapters(form: str) -> None:
     model: Any = quantized.adapted(dtype=torch.bfloat16, form=form)
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    base = layer.base_layer.opened().weight
+    base = stored_of(layer.base_layer)["weight"].open_all(pieces_of(layer.base_layer, "weight"))
     expected = base.float() + layer.get_delta_weight("default").float()
     batch = models.batch(model)
     with model.disable_adapter():

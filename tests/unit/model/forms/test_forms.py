@@ -113,8 +113,11 @@ def test_a_layer_is_an_ordinary_one_with_opened_numbers(name: str, autocast: boo
     model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64, bias=False))
     if name == "lossless":
         model = model.bfloat16()
+    first, called = model[0], list[int]()
+    first.register_forward_hook(lambda *_: called.append(1))
     names = store_weights(model, name)
     assert names == ("0.weight", "2.weight")
+    assert model[0] is first
     plain = open_weights(copy.deepcopy(model))
     assert isinstance(model[0], StoredLinear)
     assert type(plain[0]) is nn.Linear  # type: ignore[index]
@@ -128,6 +131,7 @@ def test_a_layer_is_an_ordinary_one_with_opened_numbers(name: str, autocast: boo
         out.float().square().sum().backward()
         assert x.grad is not None
         results.append((out, x.grad))
+    assert called == [1, 1]
     (out, grad), (plain_out, plain_grad) = results
     assert out.dtype == plain_out.dtype
     assert torch.equal(out, plain_out)
