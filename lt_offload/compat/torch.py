@@ -325,8 +325,7 @@ device has while it waits for its first kernels."""
 def set_allocator(settings: str) -> None:
     """Set the device's allocator up; nothing public does that in a process that runs.
 
-    Raises:
-        AttributeError: of a torch that has no such setting.
+    Raises ``AttributeError`` of a torch that has no such setting.
     """
     _C._accelerator_setAllocatorSettings(settings)
 

@@ -36,15 +36,10 @@ def merged(
     """Return the profile that one plan for all is made for.
 
     Times are the longest, speeds the lowest, sizes the largest of any process. The RAM that each may take is its part
-    of the machine's, and what all have in common counts by its part.
-
-    Args:
-        profiles: of the same model, measured at the same time, in the order of ranks.
-        per_machine: how many processes share the RAM of a machine.
-        machines: how many there are.
-        on_cuda: gradients are added up in device memory that plans have to leave.
-        common_updates: weights that the host updates are in memory that processes of a machine have in common.
-        added_up_first: gradients of all are added up before the first update.
+    of the machine's, and what all have in common counts by its part. ``profiles`` are of one model, in the order of
+    ranks. ``on_cuda``: gradients are added up in device memory that plans have to leave. ``common_updates``: weights
+    that the host updates are in memory that processes of a machine have in common. ``added_up_first``: gradients of all
+    are added up before the first update.
     """
     base = max(profiles, key=lambda profile: profile.batch_size * profile.sequence_length)
     joint: Profile = _merged("", [base, *profiles])

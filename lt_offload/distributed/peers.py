@@ -30,13 +30,9 @@ class Peers:
     """This process and others; what they are asked, all are asked in the same order, by the thread that trains.
 
     Before they wait for each other each says where it is (:meth:`meet`): a process that stops, validates or saves while
-    another one goes on is named in both, where each would wait for something else for half an hour.
-
-    Args:
-        ranks: their numbers in the run, in order.
-        control: the group of ``torch.distributed`` in which they talk.
-        watch: notices who has failed.
-        store: of the run; takes messages of threads that do not come to all processes in one order.
+    another one goes on is named in both, where each would wait for something else for half an hour. ``ranks`` are their
+    numbers in the run, ``control`` is the group in which they talk. The ``store`` takes messages of threads that do not
+    come to all processes in one order.
     """
 
     def __init__(self, ranks: Sequence[int], control: Any, watch: PeerWatch, store: Any) -> None:
@@ -46,13 +42,8 @@ class Peers:
     def meet(self, place: str, told: bytes = b"") -> list[bytes]:
         """Wait for all processes, which have to be at the same ``place``; return what each tells, in their order.
 
-        Args:
-            place: in the words of an error.
-            told: by this process.
-
-        Raises:
-            ConfigError: in all processes, if one of them is at another place.
-            ProcessError: if another process has failed.
+        ``place`` is in the words of an error. Raises ``ConfigError`` in all processes, if one of them is at another
+        place, and ``ProcessError`` if another process has failed.
         """
         # Always as many bytes: processes that are not at the same place could not receive each other's else.
         said = place.encode("ascii", "replace")[:_PLACE_BYTES].ljust(_PLACE_BYTES)
@@ -81,10 +72,8 @@ class Peers:
     def together(self, work: Callable[[], Value]) -> list[Value]:
         """Return what ``work`` gives in each process; if one of them fails, all do, and say why.
 
-        While they work nobody counts as gone for being silent: a solver may hold the interpreter for long.
-
-        Raises:
-            ProcessError: if it is another one.
+        While they work nobody counts as gone for being silent: a solver may hold the interpreter for long. Raises
+        ``ProcessError`` if it is another one.
         """
         strict, self.watch.strict = self.watch.strict, False
         try:
@@ -112,8 +101,7 @@ class Peers:
     def share_file(self, make: Callable[[], int], by: int) -> int:
         """Return a descriptor of the file that ``make`` opens in process ``by``; it is to be closed.
 
-        Raises:
-            ConfigError: if a process cannot have it.
+        Raises ``ConfigError`` if a process cannot have it.
         """
         mine = self.rank == by
         told = self.together(lambda: OpenFile.of(make()) if mine else None)[by]
@@ -127,8 +115,7 @@ class Peers:
     def receive(self, subject: str) -> str:
         """Wait for what another process sends, and take it away.
 
-        Raises:
-            ProcessError: if another process has failed.
+        Raises ``ProcessError`` if another process has failed.
         """
         while not self._store.check([subject]):
             self.check()
@@ -146,8 +133,7 @@ class Peers:
     def wait(self, work: Any) -> None:
         """Wait for a collective that has begun, or until another process has failed.
 
-        Raises:
-            ProcessError: if one has.
+        Raises ``ProcessError`` if one has.
         """
         began, said = time.monotonic(), False
         while not work.is_completed():
@@ -161,11 +147,7 @@ class Peers:
         self.translated(work.wait)
 
     def collective(self, begin: Callable[[], Any]) -> None:
-        """Begin a collective, and wait for it.
-
-        Raises:
-            ProcessError: if another process has failed.
-        """
+        """Begin a collective, and wait for it; raises ``ProcessError`` if another process has failed."""
         self.wait(self.translated(begin))
 
     def _say_for_whom(self) -> None:
@@ -216,8 +198,7 @@ class OpenFile:
     def open(self) -> int:
         """Return a descriptor of this process, to be closed.
 
-        Raises:
-            ConfigError: if the system does not allow that, or the processes do not see each other.
+        Raises ``ConfigError`` if the system does not allow that, or the processes do not see each other.
         """
         path = f"/proc/{self.process}/fd/{self.descriptor}"
         why = "it is another file there: the processes have process numbers of their own (containers)"

@@ -26,10 +26,8 @@ class Ranks(Peers):
 
     What is said here goes through groups of its own, and always from the thread that drives training: collectives of
     users, of Lightning and of the engine never meet. Everybody makes these groups in the same order, here.
-
-    Args:
-        per_machine: how many of them, one after the other, share the memory of a machine; None: all.
-        on_device: whether gradients that are on a GPU are added up there, where torch has NCCL.
+    ``per_machine`` of them, one after the other, share the memory of a machine; None: all. ``on_device``: gradients
+    that are on a GPU are added up there, where torch has NCCL.
     """
 
     def __init__(self, *, per_machine: int | None = None, on_device: bool = False) -> None:
@@ -99,14 +97,10 @@ class Ranks(Peers):
     def add_up_rows(self, rows: Sequence[Sequence[Tensor]], *, op: int | None = None) -> None:
         """Let the first of each of ``rows`` be the sum of them all, on all machines, in the order of ranks.
 
-        Args:
-            rows: in host memory; each has what the processes of this machine have, in their order. Those with this
-                process's place on the other machines give rows of the same sizes.
-            op: of the plan, which a thread carries out beside the one that trains; each has connections of its own.
-
-        Raises:
-            PlanError: if another machine is at another op, whose rows are of the same sizes.
-            ProcessError: if another process has failed.
+        ``rows`` are in host memory; each has what the processes of this machine have, in their order, and those with
+        this process's place on the other machines give rows of the same sizes. ``op`` of the plan is carried out by a
+        thread beside the one that trains; each has connections of its own. Raises ``PlanError`` if another machine is
+        at another op, whose rows are of the same sizes, and ``ProcessError`` if another process has failed.
         """
         if self._column is None:
             for row in rows:

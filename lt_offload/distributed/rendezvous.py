@@ -26,13 +26,8 @@ _LINGER_S = 3.0
 def require_rendezvous(environment: Any, *, machines: int, each: int) -> None:
     """Check that the processes of a run can find each other.
 
-    Args:
-        environment: Lightning's, which knows the number of this process.
-        machines: their number (``num_nodes``).
-        each: processes on each of them (``devices``).
-
-    Raises:
-        ConfigError: naming what is missing, or what is another number than the Trainer's.
+    ``environment``, Lightning's, knows the number of this process; ``each`` of the ``machines`` has so many. Raises
+    ``ConfigError`` naming what is missing, or what is another number than the Trainer's.
     """
     if type(environment).__name__ == "LightningEnvironment" and machines > 1:
         _require_variables(machines)
@@ -63,15 +58,8 @@ def _require_variables(machines: int) -> None:
 def initialize(device: str, *, rank: int, size: int, per_machine: int) -> None:
     """Let ``torch.distributed`` connect the processes, unless it has; where the first one is says the environment.
 
-    Args:
-        device: its type; with ``"cuda"`` there is NCCL beside gloo, where torch has it.
-        rank: of this process.
-        size: how many there are.
-        per_machine: how many of them each machine has.
-
-    Raises:
-        ConfigError: if they do not come together, were started with other numbers, or are connected in another way
-            already.
+    With ``device`` ``"cuda"`` there is NCCL beside gloo, where torch has it. Raises ``ConfigError`` if they do not come
+    together, were started with other numbers, or are connected in another way already.
     """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" and dist.is_nccl_available() else "gloo"
@@ -158,11 +146,7 @@ def _start(store: Any, rank: int, size: int) -> str:
 
 
 def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:
-    """Wait until all are there.
-
-    Raises:
-        ConfigError: if one of them was started for a run of other numbers.
-    """
+    """Wait until all are there; raises ``ConfigError`` if one of them was started for a run of other numbers."""
     own = f"{size // per_machine} x {per_machine}"
     first = store.compare_set("machines", "", own).decode()
     wrong = ""

@@ -37,14 +37,10 @@ def add_rows(rows: Sequence[Tensor]) -> None:
 def add_up(tensors: Sequence[Tensor], group: Any, run: Run, add: Callable[[Sequence[Tensor]], None]) -> None:
     """Let each of ``tensors`` be its sum over all processes of ``group``, in the order of ranks.
 
-    All processes call this with tensors of the same sizes, dtypes and kinds of device, in the same order.
-
-    Args:
-        tensors: are changed in place.
-        group: of ``torch.distributed``.
-        run: begins a collective, and waits for it.
-        add: lets the first of some tensors be the sum of what all processes have of a part; where ``group`` is one
-            machine's, of what those of other machines have, too.
+    All processes call this with tensors of the same sizes, dtypes and kinds of device, in the same order. ``tensors``
+    are changed in place. ``run`` begins a collective, and waits for it. ``add`` lets the first of some tensors be the
+    sum of what all processes have of a part; where ``group`` is one machine's, of what those of other machines have,
+    too.
     """
     world = dist.get_world_size(group)
     for parts in _buckets(tensors, BUCKET_BYTES):
@@ -106,12 +102,8 @@ def add_between(
     One process that takes the batches of all ranks in turn adds ``((r0 + r1) + r2) + r3``. Two sums of machines, added
     to each other, are ``(r0 + r1) + (r2 + r3)``, which is another number. So machine 0 broadcasts the sum of its ranks,
     machine 1 adds its own to that, one by one, and broadcasts it, and so on. Each is at another part at the same time.
-
-    Args:
-        rows: flat, in host memory; each has what the processes of this machine have, in their order.
-        group: of ``torch.distributed``: one process of each machine, in their order, with rows of the same sizes.
-        begin: begins a collective.
-        wait: waits for it.
+    ``rows`` are flat, in host memory; each has what the processes of this machine have, in their order. ``group`` has
+    one process of each machine, in their order, with rows of the same sizes.
     """
     machines = dist.get_process_group_ranks(group)
     place = dist.get_rank(group)

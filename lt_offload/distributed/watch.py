@@ -83,12 +83,8 @@ class _Peer:
 class PeerWatch:
     """Watches the processes of a run.
 
-    Args:
-        store: of the run; it gets a connection of its own.
-        rank: of this process.
-        size: how many there are.
-        name: of the run; the store may have had others before, which failed.
-        machine: the number of this process's machine in the run.
+    The ``store`` of the run may have had others before, which failed: ``name`` tells this one from them. ``machine`` is
+    the number of this process's machine in the run.
     """
 
     def __init__(self, store: Any, rank: int, size: int, name: str, machine: int = 0) -> None:

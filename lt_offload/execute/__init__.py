@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 def find_device(accelerator: str) -> torch.device:
     """Return where blocks run.
 
-    Args:
-        accelerator: ``"auto"`` (a GPU if there is one), ``"cuda"`` (the current GPU), ``"cuda:1"`` or ``"cpu"`` (the
-            emulated device).
-
-    Raises:
-        ConfigError: if there is no such device here.
+    ``accelerator`` is ``"auto"`` (a GPU if there is one), ``"cuda"`` (the current GPU), ``"cuda:1"`` or ``"cpu"`` (the
+    emulated device). Raises ``ConfigError`` if there is no such device here.
     """
     import torch
 
@@ -48,16 +44,10 @@ def find_device(accelerator: str) -> torch.device:
 def open_device(budget: int, accelerator: str = "auto", *, host_threads: int | None = None, context: int = 0) -> Device:
     """Return the device to run blocks on: a CUDA GPU where there is one, else the emulated device.
 
-    Args:
-        budget: device memory in bytes that may be used.
-        accelerator: see :func:`find_device`.
-        host_threads: threads that an update on the host may use, of those that the machine has; None: as many as torch
-            uses, beside a GPU less those that it needs.
-        context: device memory that was planned for the context and for workspaces; 0: not known.
-
-    Raises:
-        ConfigError: if there is no such device.
-        OverBudget: if the device has less than ``budget``.
+    ``budget``: bytes of device memory that may be used. ``host_threads``: of those that the machine has, as many may be
+    used by an update on the host; None: as many as torch uses, beside a GPU less those that it needs. ``context``:
+    bytes that were planned for the context and for workspaces; 0: not known. Raises ``ConfigError`` if there is no such
+    device, and ``OverBudget`` if the device has less than ``budget``.
     """
     place = find_device(accelerator)
     if host_threads is not None:  # a plan may be for a machine with more cores

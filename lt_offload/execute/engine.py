@@ -67,21 +67,13 @@ _HOST = torch.device("cpu")
 class Engine(LoopCalls):
     """Trains ``model`` by ``plan`` on ``device``; without a plan it streams forwards only.
 
-    Args:
-        model: any module with a block sequence (see ``find_blocks``).
-        optimizer: the user's optimizer over the model's parameters; None for forward-only use.
-        plan: a plan that ``lt_offload.plan.verify.check`` accepts; None for forward-only use.
-        device: where blocks run; the engine does not close it.
-        structure: the model's block sequence, if the caller has it already.
-        others: other processes that train the same model, each with an engine of its own, made and installed at the
-            same time: updates use the sums of all their gradients, and host copies are in memory that all of a machine
-            have together. Updates have to wait (``delayed=True``), unless all are on the host and all processes on one
-            machine. None: this process is alone.
-        survey: what ran before the plan was made, and has no backward yet; see ``training/survey.py``.
-
-    Raises:
-        PlanError: if the plan belongs to another model.
-        UnsupportedError: if the optimizer cannot update tensor by tensor, or lacks a trainable parameter.
+    ``plan`` is one that ``lt_offload.plan.verify.check`` accepts. The engine does not close ``device``. ``others`` are
+    other processes that train the same model, each with an engine of its own, made and installed at the same time:
+    updates use the sums of all their gradients, and host copies are in memory that all of a machine have together.
+    Updates have to wait (``delayed=True``), unless all are on the host and all processes on one machine. ``survey`` is
+    what ran before the plan was made, and has no backward yet; see ``training/survey.py``. Raises ``PlanError`` if the
+    plan belongs to another model, and ``UnsupportedError`` if the optimizer cannot update tensor by tensor, or lacks a
+    trainable parameter.
     """
 
     def __init__(
@@ -518,10 +510,8 @@ class Engine(LoopCalls):
         """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
 
         Of several processes each has what it saves, see ``host_copies``. To be called :meth:`at_rest`. Copies that have
-        to be set aside for it take what the plan's host memory leaves.
-
-        Args:
-            free: bytes of RAM that the machine has left; no more is taken.
+        to be set aside for it take what the plan's host memory leaves. ``free``: bytes of RAM that the machine has
+        left; no more is taken.
         """
         return self.host_copies.snapshot(free)
 

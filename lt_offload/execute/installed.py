@@ -46,18 +46,8 @@ def install(
 ) -> tuple[Engine, ExitStack]:
     """Install an engine; closing the second result removes it and gives its device back.
 
-    Args:
-        model: that is trained, or streamed where there is no ``plan``.
-        optimizer: of the training.
-        plan: to carry out.
-        structure: the model's blocks.
-        torch_device: where they run.
-        budget: bytes of a device that is opened.
-        first: the step that was profiled, whose device and whose graphs the engine takes over.
-        others: the other processes of the training.
-
-    Raises:
-        PlanError: if the model runs in other tiles than those of the ``plan``.
+    ``budget``: bytes of a device that is opened. ``first`` is the step that was profiled, whose device and whose graphs
+    the engine takes over. Raises ``PlanError`` if the model runs in other tiles than those of the ``plan``.
     """
     if plan is not None:
         check_tiles(plan.tile_tokens, tokens_of(model))

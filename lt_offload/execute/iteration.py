@@ -39,10 +39,7 @@ HALFWAY = (
 class Iteration:
     """The stage of an iteration, and the changes from one to the next.
 
-    Args:
-        window: counts micro-batches.
-        open: tells whether a backward is still to come.
-        waiting: tells how many forwards wait for others before their backward.
+    ``open`` tells whether a backward is still to come, ``waiting`` how many forwards wait for others before theirs.
     """
 
     window: Window
@@ -198,9 +195,8 @@ class Iteration:
     def resize(self, size: int) -> None:
         """Let windows have ``size`` micro-batches from now on; refused within one.
 
-        Raises:
-            ConfigError: if ``size`` is not a number of micro-batches, or in the middle of a window.
-            PlanError: if the plan is one for windows of 1.
+        Raises ``ConfigError`` if ``size`` is not a number of micro-batches, or in the middle of a window, and
+        ``PlanError`` if the plan is one for windows of 1.
         """
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"accumulate={size!r} must be at least 1: micro-batches per optimizer.step()")

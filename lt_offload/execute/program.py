@@ -42,12 +42,7 @@ class StepOps:
 class Program:
     """A plan for one model.
 
-    Args:
-        plan: is carried out.
-        structure: the model's blocks.
-
-    Raises:
-        PlanError: if an op stands where the issue order does not allow it, or none takes a gradient.
+    Raises ``PlanError`` if an op stands where the issue order does not allow it, or none takes a gradient.
     """
 
     def __init__(self, plan: Plan, structure: Structure) -> None:
@@ -193,9 +188,8 @@ def owners(blocks: Sequence[Sequence[int]]) -> dict[int, list[int]]:
 def check_match(structure: Structure, optimizer: Optimizer | None, plan: Plan | None) -> None:
     """Raise unless ``plan`` was made for the model of ``structure`` and ``optimizer`` can carry it out.
 
-    Raises:
-        PlanError: if the plan belongs to another model, or takes a compiled block apart.
-        UnsupportedError: if there is a plan and no optimizer.
+    Raises ``PlanError`` if the plan belongs to another model, or takes a compiled block apart, and ``UnsupportedError``
+    if there is a plan and no optimizer.
     """
     if plan is None:
         return

@@ -61,12 +61,7 @@ def save_record(checkpoint: Path, record: Mapping[str, Any]) -> None:
 def read_record(checkpoint: Path, say: Callable[[str], None]) -> Before:
     """Return the record in the folder of a ``checkpoint``; an empty one if plain transformers wrote it.
 
-    Args:
-        checkpoint: the folder.
-        say: tells the user what differs from that run.
-
-    Raises:
-        ConfigError: if that cannot be read.
+    ``say`` tells the user what differs from that run. Raises ``ConfigError`` if that cannot be read.
     """
     path = checkpoint / RECORD
     if not path.is_file():

@@ -140,8 +140,7 @@ class Run(Training):
     def step(self, batch: Any) -> Iterator[None]:
         """Enclose a training step on ``batch``; it is watched if there is no plan that serves.
 
-        Raises:
-            ConfigError: if it is watched and has no backward.
+        Raises ``ConfigError`` if it is watched and has no backward.
         """
         with ExitStack() as around:
             first = self._enter(batch, around)
@@ -237,8 +236,7 @@ class Run(Training):
     def inference(self) -> Iterator[None]:
         """Hold the memory of an evaluation's step against the budget.
 
-        Raises:
-            OverBudget: with the settings that help.
+        Raises ``OverBudget`` with the settings that help.
         """
         if self.engine is None:
             yield

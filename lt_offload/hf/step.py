@@ -92,11 +92,7 @@ class TrainingStep:
         self._trainer, self._model = trainer, model
 
     def __call__(self, batch: Any) -> Tensor:
-        """Return the loss of ``batch`` whose backward is called.
-
-        Raises:
-            ConfigError: if none is called.
-        """
+        """Return the loss of ``batch`` whose backward is called; raises ``ConfigError`` if none is called."""
         trainer = self._trainer
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
         items = items_in_batch(trainer, [batch], trainer.args.device)
@@ -121,15 +117,7 @@ def trial(
 ) -> Profile:
     """Return the profile of a step of ``trainer`` that leaves no trace in it, nor in the global generators.
 
-    Args:
-        trainer: the owner of the step.
-        model: that it trains.
-        structure: the candidates for its blocks.
-        batch: of the step.
-        parts: in which each block takes the batch.
-        optimizer: of the training.
-        known: earlier measurements of the machine.
-        budget: bytes of the device.
+    ``parts``: in which each block takes the batch. ``known``: earlier measurements of the machine.
     """
     before = dict(vars(trainer))
     roots = {name: value for name, value in before.items() if name not in _ASIDE}

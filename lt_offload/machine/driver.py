@@ -99,8 +99,7 @@ def warm_up(device: torch.device) -> None:
 def in_what_room(measure: Callable[[int], _Result], most: int, *, least: int) -> _Result:
     """Return ``measure(most)``, or of half as much, a quarter and so on, whatever a device has memory for.
 
-    Raises:
-        torch.OutOfMemoryError: if ``least`` is too much.
+    Raises ``torch.OutOfMemoryError`` if ``least`` is too much.
     """
     size = most
     while True:

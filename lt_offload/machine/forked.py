@@ -31,10 +31,8 @@ def in_a_fork(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
     """Return what ``work`` returns in a forked process; objects, generators and files of this process do not notice.
 
     Errors of ``work`` are raised here, too. Its result has to be pickled, without tensors on a GPU. ``what`` is done
-    and the ``way_out`` are for errors.
-
-    Raises:
-        ConfigError: if there is no fork here, or the process ends or hangs without a result.
+    and the ``way_out`` are for errors. Raises ``ConfigError`` if there is no fork here, or the process ends or hangs
+    without a result.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise ConfigError(f"{what} needs os.fork(), which this system does not have; {way_out}")

@@ -11,10 +11,7 @@ from typing import Any
 class Replaced:
     """An attribute that is another one while a context is open anywhere, in whichever thread.
 
-    Args:
-        owner: returns the class or module that has it.
-        name: of the attribute.
-        make: returns what takes the place of the original.
+    ``owner`` returns the class or module that has it, ``make`` what takes the place of the original.
     """
 
     def __init__(self, owner: Callable[[], Any], name: str, make: Callable[[Any], Any]) -> None:

@@ -63,14 +63,9 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Structure:
     named in the model's ``_no_split_modules``, otherwise the one with most parameter bytes; the ``nn.Sequential`` with
     most if there is no list. The other blocks are its siblings that own parameters, members of lists among them if they
     are of a layer's size, the output embeddings, and other modules that own a tensor which only one of these has.
-
-    Args:
-        model: with its weights anywhere.
-        name: of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers, its path or the end of it (``"h"``
-            for ``transformer.h``); None: see above.
-
-    Raises:
-        ModelError: if there is no list or sequence of two or more modules of one class, or none of that name.
+    ``name`` is that of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers, its path or the end of it
+    (``"h"`` for ``transformer.h``). Raises ``ModelError`` if there is no list or sequence of two or more modules of one
+    class, or none of that name.
     """
     return _around(model, *(_layers(model)[0] if name is None else _named(model, name)), guesses=name is None)
 

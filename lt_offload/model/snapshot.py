@@ -45,10 +45,8 @@ _Kept = tuple[str, Callable[[], bool]]
 def untouched(*, devices: Sequence[int] = (), **roots: Any) -> Iterator[None]:
     """Leave ``roots``, users' objects below them, and Python's, NumPy's and torch's generators as they are.
 
-    Errors name ``roots`` as they are named here; ``devices`` of CUDA have generators that are meant as well.
-
-    Raises:
-        UnsupportedError: afterwards, if something has changed that cannot be written back; all else is.
+    Errors name ``roots`` as they are named here; ``devices`` of CUDA have generators that are meant as well. Raises
+    ``UnsupportedError`` afterwards, if something has changed that cannot be written back; all else is.
     """
     kept = list(_remembered(roots))
     try:

@@ -51,10 +51,8 @@ def product_flops_per_token(model: nn.Module) -> float | None:
     """Return the floating point operations that training on one token takes, without attention scores and recomputing.
 
     Two per weight that is in a product for the forward, two for the gradient of its input, and two for its own gradient
-    if it is trained: 6 N where everything is trained. Tables that are looked up only are in no product.
-
-    Returns:
-        None for mixtures of experts, where a token meets an unknown part of the weights.
+    if it is trained: 6 N where everything is trained. Tables that are looked up only are in no product. Returns none
+    for mixtures of experts, where a token meets an unknown part of the weights.
     """
     if any((getattr(getattr(m, "config", None), name, None) or 0) > 1 for m in model.modules() for name in _EXPERTS):
         return None

@@ -47,10 +47,8 @@ def load_hardware(name: str | Path) -> HardwareProfile:
     A shipped name may be cut short where that is unambiguous: ``rtx-3060`` is ``rtx-3060-12gb``. Changes may follow:
     ``rtx-3060,host=ddr4-64gb,host=pcie3-x8`` or ``rtx-3060,ram=48GB,link=6GB,net=12GB``. A host is a shipped
     description or a YAML file; it replaces what it says about RAM, and copies are as fast as the slower of card and
-    slot. Of ``ram=48GB`` the system keeps a tenth; ``free=43GB`` is what training may take.
-
-    Raises:
-        ConfigError: if there is no such description, or it is not a valid one.
+    slot. Of ``ram=48GB`` the system keeps a tenth; ``free=43GB`` is what training may take. Raises ``ConfigError`` if
+    there is no such description, or it is not a valid one.
     """
     text = str(name)
     # The path of a file may have commas, which would be taken for changes.

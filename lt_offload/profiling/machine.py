@@ -109,12 +109,8 @@ Rates = Callable[[Sequence[LaneName]], Mapping[LaneName, float]]
 def measure_contention(optimizer: Optimizer, device: torch.device, *, host_threads: int = 0) -> Contention:
     """Measure how copies, updates and computations slow each other down on this machine, in half a second.
 
-    Copies and products are smaller than usual if the device has little memory left.
-
-    Args:
-        optimizer: whose updates run on the host.
-        device: where blocks run; the CPU stands for the emulated device.
-        host_threads: threads of an update on the host; 0: as many as torch uses.
+    Copies and products are smaller than usual if the device has little memory left. ``host_threads``: threads of an
+    update on the host; 0: as many as torch uses. The CPU as ``device`` stands for the emulated one.
     """
     node = memory_node_of(device)
     # Together more memory than caches hold.
@@ -191,8 +187,7 @@ def fitted(slowdowns: Sequence[Slowdown]) -> Contention:
 def factors(shares: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the slowdown of each of several lanes that run together: max-min fairness on a resource of 1.
 
-    Args:
-        shares: of each lane at full speed, one row per case.
+    ``shares`` are those of each lane at full speed, one row per case.
     """
     # The most that one lane is granted: what the more modest ones leave is shared equally by the others.
     modest = np.sort(shares, axis=1)

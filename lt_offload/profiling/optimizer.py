@@ -77,8 +77,7 @@ figures of the cores that there were are in ``results/bench-update.json``."""
 def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
     """Return ``optimizer``, made for ``parameters`` if a factory is passed.
 
-    Raises:
-        ConfigError: if there is nothing to train.
+    Raises ``ConfigError`` if there is nothing to train.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer

@@ -59,11 +59,7 @@ def paces(
 ) -> dict[LaneName, float]:
     """Run ``pieces`` at the same time, each on a thread of its own, for ``least_s`` at least; return pieces per second.
 
-    Args:
-        pieces: by lane.
-        node: where updates on the host run.
-        host_threads: threads of these; 0: as many as torch uses.
-        least_s: seconds.
+    Updates on the host run on ``node``, on ``host_threads`` threads; 0: as many as torch uses.
     """
     counts = {lane: _Count() for lane in pieces}
     ready = threading.Barrier(len(pieces))
@@ -167,11 +163,7 @@ def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode
     """Return speeds of copies, each way alone and both at once: fields of ``HardwareProfile``.
 
     Without CUDA they are between two buffers in RAM; smaller ones than usual, if the device has little memory left.
-
-    Args:
-        device: where to copy to and from.
-        pinned: whether ``LOCKED_BYTES`` of host memory can be page-locked.
-        node: where host memory should be.
+    ``pinned``: ``LOCKED_BYTES`` of host memory can be page-locked; it should be on ``node``.
     """
     measure = partial(_measure_links, device, pinned, node or MemoryNode())
     return in_what_room(measure, _COPY_BYTES, least=_LEAST_COPY_BYTES)
@@ -298,9 +290,7 @@ def product_size(dtype: torch.dtype, device: torch.device, *, most: int = MOST_S
     """Return the size of matrices whose product on a CUDA ``device`` takes a millisecond, and a number.
 
     Where those would be larger than ``most``, or than the device has room for, it takes that number of smaller ones.
-
-    Raises:
-        torch.OutOfMemoryError: if there is no room for the smallest.
+    Raises ``torch.OutOfMemoryError`` if there is no room for the smallest.
     """
     size, seconds = LEAST_SIZE, _product_seconds(LEAST_SIZE, dtype, device)
     # From small to large, as the largest would keep a slow card busy for seconds.

@@ -45,8 +45,7 @@ _SOME_BATCHES = 1000
 class BatchSize:
     """The attribute, or hyperparameter, ``batch_size`` of the object that makes the training loader.
 
-    Raises:
-        ConfigError: if there is none, or if it would have no effect.
+    Raises ``ConfigError`` if there is none, or if it would have no effect.
     """
 
     def __init__(self, trainer: Any, setting: object) -> None:
@@ -103,8 +102,7 @@ def _holders(owner: Any) -> Sequence[tuple[Callable[[], Any], Callable[[int], No
 def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> tuple[int, int] | None:
     """Return batch size and batches per update of the run to resume, or of a saved plan; None if there is neither.
 
-    Raises:
-        ConfigError: if the checkpoint does not say its size, or the plan is for another one.
+    Raises ``ConfigError`` if the checkpoint does not say its size, or the plan is for another one.
     """
     run = Before.of(loaded_checkpoint(trainer).get(KEY))
     plan = None if plan_path is None else Plan.load(plan_path)
@@ -131,15 +129,8 @@ def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> tuple[int, in
 def choose(trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings) -> BatchChoice:
     """Return the update with the highest throughput, with its profile and plan.
 
-    Args:
-        trainer: about to train.
-        optimizer: to profile with.
-        size: the attribute to set.
-        settings: of plans.
-
-    Raises:
-        ConfigError: if the size cannot be found out, or has no effect.
-        InfeasibleError: if not even one sample fits.
+    Raises ``ConfigError`` if the size cannot be found out, or has no effect, and ``InfeasibleError`` if not even one
+    sample fits.
     """
     choice = choose_batch(
         _profiles(trainer, optimizer, size),

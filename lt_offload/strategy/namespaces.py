@@ -23,11 +23,8 @@ named: dict[str, tuple[type[Any], type[Any]]] = {}
 def bind(core: type, namespace: str, base: str, *, module: str | None = None) -> type[Any]:
     """Return ``core``, a class free of Lightning, as a subclass of ``base`` of a Lightning namespace.
 
-    Args:
-        core: the class; the one that is returned has its name.
-        namespace: one of :data:`NAMESPACES`.
-        base: path of the base class in it, e.g. ``"strategies.Strategy"``.
-        module: the module that others find the class in, e.g. those that read a saved config; None: ``core``'s.
+    ``base`` is a path in that namespace, e.g. ``"strategies.Strategy"``. ``module`` is where others find the class,
+    e.g. those that read a saved config; None: ``core``'s.
     """
     folder, _, name = base.rpartition(".")
     members = {"__module__": module or core.__module__, "__doc__": core.__doc__, "namespace": namespace}

@@ -60,9 +60,7 @@ class Correction:
 class Replanning:
     """The correction of a plan by the first iterations of its run.
 
-    Args:
-        settings: of the plan; its ``memory`` is not read, as the budget stays what it is.
-        profile: the plan's.
+    The ``memory`` of ``settings`` is not read, as the budget stays what it is.
     """
 
     def __init__(self, settings: Settings, profile: Profile) -> None:
@@ -104,10 +102,7 @@ class Replanning:
     def correct(self, engine: Engine, steps_left: float, done: int) -> Correction | None:
         """Compare the recorded iterations with the plan of ``engine``; return a correction, None if there is none.
 
-        Args:
-            engine: between two iterations.
-            steps_left: number of iterations to come.
-            done: number of iterations so far, with the recorded ones.
+        ``engine`` is between two iterations; ``done``: iterations so far, with the recorded ones.
         """
         plan, traces = engine.plan, self._traces
         assert plan is not None

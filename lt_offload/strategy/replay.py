@@ -44,11 +44,9 @@ def load_plan(
 ) -> Plan:
     """Return the saved plan at ``path``, checked as far as that goes without a model.
 
-    Raises:
-        PlanError: if it is no plan, needs more than ``memory`` bytes, has no room for the sums of gradients that
-            ``settings`` need, updates before the norm is known by which the run clips, takes batches in another number
-            of parts than ``micro_batches``, or updates where the gradients of all ``processes``, on so many
-            ``machines``, are not there.
+    Raises ``PlanError`` if it is no plan, needs more than ``memory`` bytes, has no room for the sums of gradients that
+    ``settings`` need, updates before the norm is known by which the run clips, takes batches in another number of parts
+    than ``micro_batches``, or updates where the gradients of all ``processes``, on so many ``machines``, are not there.
     """
     plan = Plan.load(path)
     if micro_batches not in ("auto", plan.parts):
@@ -92,8 +90,7 @@ def check_no_plan(path: str | Path | None, change: str) -> None:
 def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
     """Return the saved plan at ``path``.
 
-    Raises:
-        PlanError: if it is no plan, is of another model, or does not fit today's batch or memory.
+    Raises ``PlanError`` if it is no plan, is of another model, or does not fit today's batch or memory.
     """
     plan = load_plan(path, memory)
     if plan.fingerprint != profile.fingerprint:
@@ -171,8 +168,7 @@ class Before:
     def train_as_before(self, module: nn.Module, optimizers: Iterable[Optimizer], way_out: str) -> None:
         """Freeze and unfreeze weights as they were when the checkpoint was written.
 
-        Raises:
-            ConfigError: if weights that were trained are in no optimizer now; ends with ``way_out``.
+        Raises ``ConfigError`` if weights that were trained are in no optimizer now; ends with ``way_out``.
         """
         trained = self.trained
         if trained is None:
@@ -227,11 +223,7 @@ class Before:
         """Return the profile of the run before, if that had as many ``machines`` with such a ``device``.
 
         The process's own memory is that of the earlier run: memory left over from reading the checkpoint is used again.
-
-        Args:
-            device: of this process.
-            processes: of each machine.
-            machines: number that train together.
+        ``processes``: of each machine.
         """
         if self.profile is None:
             return None
@@ -247,13 +239,7 @@ class Before:
         return replace(profile, hardware=machine)
 
     def own_plan(self, profile: Profile, settings: Settings, budget: int) -> Plan | None:
-        """Return the plan of the run before, None if there is none or it cannot be carried out here.
-
-        Args:
-            profile: of the run that goes on.
-            settings: of its plans.
-            budget: bytes of the device.
-        """
+        """Return the plan of the run before, None if there is none or it cannot be carried out here."""
         if self.plan is None:
             return None
         try:

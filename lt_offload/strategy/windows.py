@@ -31,8 +31,7 @@ def fitting(trainer: Any) -> bool:
 def settings_from_trainer(settings: Settings, trainer: Any) -> Settings:
     """Return ``settings`` with the micro-batches and the clipping of ``trainer``.
 
-    Raises:
-        ConfigError: if it asks for a clipping, or a number of micro-batches, that there is not.
+    Raises ``ConfigError`` if it asks for a clipping, or a number of micro-batches, that there is not.
     """
     value = trainer.gradient_clip_val
     if value is not None and not value >= 0:
@@ -56,15 +55,9 @@ def choices_of(trainer: Any, batch_size: int, rows: int | None = None) -> Choice
     """Return the updates that ``batch_size="auto"`` of the strategy of ``trainer`` may choose from.
 
     The samples per update are given by ``batch_size`` of the data and ``accumulate_grad_batches`` where that is more
-    than 1, else they are free; a schedule gives the micro-batches.
-
-    Args:
-        trainer: with its settings.
-        batch_size: of the data as they are.
-        rows: samples that there are; None: that is not known.
-
-    Raises:
-        ConfigError: if an update has more samples than ``max_batch_size``, whatever is chosen.
+    than 1, else they are free; a schedule gives the micro-batches. ``batch_size`` is that of the data as they are.
+    ``rows``: samples that there are; None: that is not known. Raises ``ConfigError`` if an update has more samples than
+    ``max_batch_size``, whatever is chosen.
     """
     strategy, count, longest = trainer.strategy, trainer.accumulate_grad_batches, batches_per_update(trainer)
     samples = count * batch_size if 1 < count == longest else None
@@ -94,8 +87,7 @@ def check_bound(trainer: Any, samples: int, source: str) -> None:
 def split(trainer: Any, choices: Choices, batch_size: int, accumulate: int) -> None:
     """Let ``trainer`` accumulate as many micro-batches of ``batch_size`` as ``choices`` give, or else ``accumulate``.
 
-    Raises:
-        ConfigError: if there is no such number of micro-batches.
+    Raises ``ConfigError`` if there is no such number of micro-batches.
     """
     if choices.samples is not None and choices.samples % batch_size:
         raise ConfigError(
@@ -188,11 +180,7 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
     """Let the engine clip where the Trainer's precision plugin would look for gradients.
 
     The norms are put together in the order of the optimizer's parameters, as the plugin does. Hooks that look at
-    gradients, and edit them, do so before that, or instead.
-
-    Args:
-        trainer: about to train.
-        present: returns its engine.
+    gradients, and edit them, do so before that, or instead. ``present`` returns its engine.
     """
     plugin, module = trainer.precision_plugin, trainer.lightning_module
     plain_clip = plugin.clip_gradients

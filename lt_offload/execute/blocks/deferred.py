@@ -63,13 +63,7 @@ class DeferredForward:
 class DeferredForwards:
     """The deferred forwards of an engine, until they have had their backward.
 
-    Args:
-        count: how many there may be at a time.
-        options: activation option per block.
-        runs: of the engine.
-        streaming: runs forwards without a plan.
-        blocks: the weights of each block.
-        watch: is told what each block is called with.
+    There may be ``count`` at a time; ``watch`` is told what each block is called with.
     """
 
     def __init__(
@@ -121,16 +115,7 @@ class DeferredForwards:
         anchor: Tensor,
         backward: Callable[[DeferredForward, BlockRun, Tensor, Any], list[Tensor | None]],
     ) -> Any:
-        """Run one block for the first time.
-
-        Args:
-            index: of the block.
-            forward: runs it.
-            args: of the call.
-            kwargs: of the call.
-            anchor: requires grad.
-            backward: runs the block's backward.
-        """
+        """Run one block for the first time."""
         present = self._present
         assert present is not None
 

@@ -50,13 +50,7 @@ class _Marked:
 
 
 class InnerTensors:
-    """The tensors that one run of a block has left in attributes.
-
-    Args:
-        block: its name.
-        run: what the run has changed.
-        anchor: requires grad.
-    """
+    """The tensors that one run of a block has left in attributes."""
 
     def __init__(self, block: str, run: Snapshot, anchor: Tensor) -> None:
         self._block, self._graded = block, run.graded  # not the run itself: it holds copies of the state before it

@@ -18,11 +18,7 @@ from lt_offload.model.calls import bit_sums
 
 
 class Repeats:
-    """Compares the runs of an engine's blocks, in its first two passes and in ever fewer later ones.
-
-    Args:
-        device: where blocks run.
-    """
+    """Compares the runs of an engine's blocks, in its first two passes and in ever fewer later ones."""
 
     def __init__(self, device: Device) -> None:
         self._device = device.torch_device
@@ -48,8 +44,7 @@ class Repeats:
     def compare(self, block: str, first: list[Tensor] | None, outputs: Sequence[Tensor]) -> None:
         """Compare ``outputs`` of a second run of ``block`` with the sums of the first.
 
-        Raises:
-            UnsupportedError: if they differ; on a GPU, which nobody waits for here, by :meth:`check`.
+        Raises ``UnsupportedError`` if they differ; on a GPU, which nobody waits for here, by :meth:`check`.
         """
         if first is None:
             return

@@ -45,17 +45,8 @@ class BlockRun:
     """One forward of a block: all that its backward needs, and its recomputation before that.
 
     It lives as long as the outer graph: a forward whose loss is dropped leaves nothing behind. A *slot* is the position
-    of an activation among the leaves of the arguments.
-
-    Args:
-        block: as it is planned.
-        body: runs it.
-        weights: of the block.
-        args: of the call.
-        kwargs: of the call.
-        pool: host memory of activations.
-        uses: by block, how often it uses each of its inputs; counted in its first backward.
-        gradients: collects those of the weights.
+    of an activation among the leaves of the arguments. ``body`` runs it. ``uses`` says, by block, how often it uses
+    each of its inputs; counted in its first backward.
     """
 
     def __init__(
@@ -122,13 +113,7 @@ class BlockRun:
         return inputs
 
     def planned_as(self, index: int, uses: dict[int, Counter[int]], gradients: Gradients | None) -> None:
-        """Be the run of block ``index`` of a plan that was made after the forward.
-
-        Args:
-            index: of the block.
-            uses: by block, how often it uses each of its inputs.
-            gradients: collects those of the weights.
-        """
+        """Be the run of block ``index`` of a plan that was made after the forward."""
         self.index = self.block.index = index
         self._uses, self._gradients = uses, gradients
 
@@ -259,8 +244,7 @@ class BlockRun:
     def take_again(self, outputs: Sequence[Tensor] | None) -> list[list[Tensor]]:
         """Return the inputs of each slice once more: saved, or rows of the previous block's outputs.
 
-        Args:
-            outputs: what the previous block has returned, having run again just now.
+        ``outputs`` are those of the previous block, which has run again just now.
         """
         assert self.can_recompute(outputs)
         inputs_of_slices: list[list[Tensor]] = []
@@ -274,11 +258,8 @@ class BlockRun:
     def recompute(self, anchor: Tensor, outputs: list[Tensor] | None, save: Save) -> list[Tensor]:
         """Run the forward as it ran first, let go of what was saved and save something else; return the outputs.
 
-        Args:
-            anchor: requires grad.
-            outputs: what the previous block has returned, if it was recomputed just now; is emptied, so that nobody
-                holds what the block does not need.
-            save: what to save.
+        ``outputs``, those of the previous block if it ran again just now, are emptied, so that nobody holds what the
+        block does not need.
         """
         inputs = self.take_again(outputs)
         if outputs is not None:
@@ -310,10 +291,6 @@ class BlockRun:
         """Enclose another run of the whole batch by somebody else, who sees and draws what this one did.
 
         Yields the arguments.
-
-        Args:
-            inputs: as in the first run.
-            graph: whether that run keeps a graph.
         """
         (whole,) = self.slices
         entered = [x.detach().requires_grad_(need) for x, need in zip(inputs, self._needs_grad, strict=True)]
@@ -356,8 +333,7 @@ class BlockRun:
     def end(self) -> None:
         """Let go of everything, after another run of the call by somebody else has had the backward.
 
-        Raises:
-            UnsupportedError: if the loss has used a tensor from inside.
+        Raises ``UnsupportedError`` if the loss has used a tensor from inside.
         """
         for part in self.slices:
             part.check_inner()
@@ -418,12 +394,8 @@ class BlockRun:
     ) -> list[Tensor | None]:
         """Run the backward of ``part``, rebuilding the graph if need be; return the gradients of its inputs.
 
-        Args:
-            part: of the batch.
-            anchor: requires grad.
-            grads: of the outputs.
-            totals: by input, the gradient of what other blocks or slices may use, too.
-            count: count the uses of the inputs, if that has not been done.
+        ``totals``: by input, the gradient of what other blocks or slices may use, too. ``count``: count the uses of the
+        inputs, if that has not been done.
         """
         if part.roots is None:
             self._rebuild(part, anchor)

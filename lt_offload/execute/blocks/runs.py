@@ -32,11 +32,7 @@ from lt_offload.schema.plan import Op
 class BlockRuns:
     """Makes and finds the runs of blocks, and sees which are called with what the previous block returned.
 
-    Args:
-        device: where blocks run.
-        pool: host memory of activations.
-        structure: the model's blocks.
-        program: None for an engine that streams forwards only, whose blocks leave nothing behind.
+    Without a ``program`` forwards are streamed only, and blocks leave nothing behind.
     """
 
     def __init__(self, device: Device, pool: HostPool, structure: Structure, program: Program | None) -> None:
@@ -113,13 +109,7 @@ class BlockRuns:
     ) -> BlockRun:
         """Return the run of a block of a forward that will run again as a whole: see ``deferred.py``.
 
-        Args:
-            index: of the block.
-            forward: runs it.
-            weights: of the block.
-            args: of the call.
-            kwargs: of the call.
-            previous: what the block before has returned in that forward.
+        ``previous`` is what the block before has returned in that forward.
         """
         block = replace(self._blocks[index], option="recompute", recomputed=True, cutter=None)
         run = self._make(block, forward, weights, args, kwargs)
@@ -158,8 +148,7 @@ class BlockRuns:
     def recompute(self, op: Op, anchor: Tensor, outputs: list[Tensor] | None) -> list[Tensor]:
         """Recompute a block and return its outputs; those of the previous block, ``outputs``, are emptied.
 
-        Raises:
-            PlanError: if its input is gone.
+        Raises ``PlanError`` if its input is gone.
         """
         assert op.save is not None
         run = self.find(op.block)

@@ -66,12 +66,8 @@ class Slice:
     saved. The outer graph holds neither inputs nor outputs of a block, so what is let go of here is free.
 
     Nothing here refers to the block's run, which holds its slices: in a cycle both would stay until Python's collector
-    comes, with all that they have saved.
-
-    Args:
-        block: as it is planned.
-        leaves: arguments of the call; None stands for activations, which are given to each run.
-        inputs: number of activations among the arguments.
+    comes, with all that they have saved. ``leaves`` are the arguments of the call, with None for activations
+    (``inputs`` of them), which are given to each run.
     """
 
     def __init__(self, block: PlannedBlock, leaves: list[Any], inputs: int) -> None:
@@ -114,8 +110,7 @@ class Slice:
     def catch(self, slot: int, grad: Tensor) -> None:
         """Remember the gradient of an activation input.
 
-        Raises:
-            UnsupportedError: if it comes by another way than the block's outputs.
+        Raises ``UnsupportedError`` if it comes by another way than the block's outputs.
         """
         if not self.in_backward:
             raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.block.name}")
@@ -149,8 +144,7 @@ class Slice:
     def check_outputs(self, out: Any) -> None:
         """Compare what a second run has returned with what the first did.
 
-        Raises:
-            UnsupportedError: if its numbers are others.
+        Raises ``UnsupportedError`` if its numbers are others.
         """
         if self.sums is not None:
             self.block.repeats.compare(self.block.name, self.sums, tensors_of(out))
@@ -158,8 +152,7 @@ class Slice:
     def check_inner(self) -> None:
         """Compare tensors that the first run has left in attributes with what a run with a graph has left there.
 
-        Raises:
-            UnsupportedError: if the loss has used one.
+        Raises ``UnsupportedError`` if the loss has used one.
         """
         if self.inner is not None:
             self.inner.recomputed()

@@ -52,8 +52,7 @@ class Arena:
     def place(self, offset: int, nbytes: int, label: str) -> Buffer:
         """Take a range; return it, with its former users as ``releases``.
 
-        Raises:
-            OverBudget: if the range is not inside the arena or not free.
+        Raises ``OverBudget`` if the range is not inside the arena or not free.
         """
         assert offset % ALIGNMENT == 0, f"offset {offset} of {label} is not a multiple of {ALIGNMENT}"
         end = offset + nbytes

@@ -227,12 +227,9 @@ class Device(ABC):
     def host_group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return uninitialised host tensors that lie side by side, so that one copy moves them all.
 
-        Args:
-            parts: (shape, dtype) per tensor.
-
-        Returns:
-            The bytes of all of them (uint8), and the tensors, each at a multiple of ``ALIGNMENT`` from the beginning,
-            in order and without gaps but for that. Every tensor has a storage of its own: saving one writes one.
+        ``parts`` are (shape, dtype) per tensor. Returns the bytes of all of them (uint8), and the tensors, each at a
+        multiple of ``ALIGNMENT`` from the beginning, in order and without gaps but for that. Every tensor has a storage
+        of its own: saving one writes one.
         """
         with plain_torch():
             return self._host.group(parts)
@@ -253,15 +250,10 @@ class Device(ABC):
     def zero_copy_view(self, host: torch.Tensor) -> torch.Tensor:
         """Return a tensor for computations on the device whose storage is the host memory of ``host``.
 
-        Whoever computes with it is ordered like a task that accesses the host copy: ``wait`` for the writer before,
-        and let the next writer come after a ``mark``. ``wait`` may have to block, as kernels cannot be ordered after
-        work on the host except by launching them later.
-
-        Args:
-            host: contiguous, from ``host_adopt`` or ``host_empty``.
-
-        Raises:
-            UnsupportedError: if computations cannot access this memory; the message says why.
+        Whoever computes with it is ordered like a task that accesses the host copy: ``wait`` for the writer before, and
+        let the next writer come after a ``mark``. ``wait`` may have to block, as kernels cannot be ordered after work
+        on the host except by launching them later. ``host`` is contiguous, from ``host_adopt`` or ``host_empty``.
+        Raises ``UnsupportedError`` if computations cannot access this memory; the message says why.
         """
 
     def cross(self, lane: Lane, nbytes: int) -> None:  # noqa: B027

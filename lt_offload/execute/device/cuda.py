@@ -46,17 +46,9 @@ class Context:
     The context grows as long as new kernels are launched, since each is loaded then, and with host memory that is
     registered, for which the device needs page tables. The driver takes both from the memory that is free at that
     moment, so an allocator that has already been given the rest of the budget would make the process pass it. So the
-    context is followed as it grows, and the allocator's cap is lowered.
-
-    Args:
-        cuda: the GPU.
-        budget: bytes for both.
-        planned: what was planned for the context with all kernels, workspaces of libraries included; so much is left to
-            it from the beginning. 0: not known.
-
-    Raises:
-        ConfigError: if the context alone is larger.
-        OverBudget: if the device has less than ``budget``.
+    context is followed as it grows, and the allocator's cap is lowered. ``planned`` bytes are left to it from the
+    beginning, for the context with all kernels, workspaces of libraries included; 0: not known. Raises ``ConfigError``
+    if the context alone is larger, and ``OverBudget`` if the device has less than ``budget``.
     """
 
     def __init__(self, cuda: CudaRuntime, budget: int, *, planned: int = 0) -> None:
@@ -112,13 +104,9 @@ class Context:
 class CudaDevice(Device):
     """A GPU of which this process may occupy ``budget`` bytes.
 
-    Args:
-        budget: bytes of device memory, CUDA context included.
-        index: which GPU.
-        host_threads: threads that an update on the ``host`` lane may use; None: as many as torch uses, less those of
-            the calling thread and of autograd, which launch kernels meanwhile.
-        context: what was planned for the context with all kernels, workspaces of libraries included: so much is left to
-            it from the beginning.
+    The ``budget`` includes the CUDA context, for which ``context`` bytes are left from the beginning, as
+    :class:`Context` says. ``host_threads``: threads that an update on the ``host`` lane may use; None: as many as torch
+    uses, less those of the calling thread and of autograd, which launch kernels meanwhile.
     """
 
     _runner: CudaTaskRunner

@@ -64,11 +64,8 @@ def tasks_of(events: Sequence[Event]) -> list[CudaTask]:
 class StreamState:
     """A stream, and which completions of other streams it is ordered after already. Used by one thread at a time.
 
-    Args:
-        stream: of CUDA.
-        cuda: makes events.
-        spare: events that nobody refers to any more, to be recorded anew. A stream that was made to wait for one still
-            waits for what it stood for then: CUDA takes the state of an event when the wait is issued.
+    ``spare`` are events that nobody refers to any more, to be recorded anew. A stream that was made to wait for one
+    still waits for what it stood for then: CUDA takes the state of an event when the wait is issued.
     """
 
     __slots__ = ("_after", "_count", "_cuda", "cuda_stream", "spare")

@@ -66,9 +66,7 @@ class DeviceAccount(Account):
 class EmulatedDevice(Device):
     """A device of ``budget`` bytes, in RAM.
 
-    Args:
-        budget: bytes of device memory, a hard limit.
-        host_threads: threads that an update on the ``host`` lane may use; None: as many as the calling thread.
+    ``host_threads``: threads that an update on the ``host`` lane may use; None: as many as the calling thread.
     """
 
     torch_device = torch.device("cpu")

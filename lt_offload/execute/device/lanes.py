@@ -232,11 +232,9 @@ class Lanes:
     """Runs every lane on a thread of its own.
 
     A thread that cannot go on sleeps until the very task finishes that it waits for; so does the caller in ``finish``.
-
-    Args:
-        execute: does the work of one task; whatever it raises is the task's failure.
-        threads: how many threads torch may use for one operation, by lane; others: as many as for the caller's.
-        prepare: called by every thread before its first task, with the name of its lane.
+    Whatever ``execute`` raises is the task's failure. ``threads`` says, by lane, how many threads torch may use for one
+    operation; others: as many as for the caller's. ``prepare`` is called by every thread before its first task, with
+    the name of its lane.
     """
 
     def __init__(

@@ -110,8 +110,7 @@ class WeightAlias:
     def __call__(self) -> Tensor:
         """Return the same view of the weight's present copy, which may be at another address than in the forward.
 
-        Raises:
-            UnsupportedError: outside the backward of a block that owns it.
+        Raises ``UnsupportedError`` outside the backward of a block that owns it.
         """
         view = self.weight.present
         if view is None:
@@ -330,8 +329,7 @@ class ActivationOffloader:
     def arrived(self, storage: MovedStorage) -> Tensor:
         """Order the compute lane after the copies back, of all storages or of this one, which is returned.
 
-        Raises:
-            UnsupportedError: if nobody has planned them: this is not the block's own backward.
+        Raises ``UnsupportedError`` if nobody has planned them: this is not the block's own backward.
         """
         if self._op is not None and storage.device is None:
             at = next(at for at, other in enumerate(self._storages) if other is storage)
@@ -387,11 +385,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """Hooks for a block's private graph: weights become aliases, other tensors stay or travel.
 
     A saved tensor becomes what returns it when it is called: the node calls that, and of a tensor that stays no Python.
-
-    Args:
-        weights: of the block.
-        offloader: moves what travels; None: all stays.
-        staying: tensors that stay on the device in any case.
+    Without an ``offloader`` all stays; ``staying`` are tensors that stay on the device in any case.
     """
 
     def __init__(

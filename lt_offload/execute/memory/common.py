@@ -95,8 +95,7 @@ def contents(rows: Sequence[Sequence[Tensor]]) -> list[int]:
 def check_alike(labels: Sequence[str], told: Sequence[Sequence[int]]) -> None:
     """Check that all processes have ``told`` the same :func:`contents` of the tensors with these ``labels``.
 
-    Raises:
-        UnsupportedError: naming the first that differs.
+    Raises ``UnsupportedError`` naming the first that differs.
     """
     first, *others = told
     for at, label in enumerate(labels):
@@ -117,13 +116,7 @@ def share_out(sizes: Sequence[int], count: int) -> list[int]:
 def check_beside(plan: Plan, *, in_place: bool = True, machines: int = 1) -> None:
     """Check that updates of ``plan``, which do not wait, can use the gradients of several processes.
 
-    Args:
-        plan: of every process.
-        in_place: updates write the optimizer states that are there.
-        machines: among which the processes are divided.
-
-    Raises:
-        PlanError: if not.
+    ``in_place``: updates write the optimizer states that are there. Raises ``PlanError`` if not.
     """
     why = None
     if machines > 1:
@@ -156,16 +149,9 @@ def map_common(machine: Peers, sizes: Sequence[int], by: int, *, name: str) -> l
 class Common:
     """The host copies of one engine's weights that are in common memory.
 
-    Args:
-        others: all processes.
-        device: copies from there.
-        weights: of the engine.
-        program: None for an engine that streams forwards only.
-        staying: weights that stay where they are in this process.
-        owned_updates: the optimizer's updates write the states that are there, in place.
-
-    Raises:
-        PlanError: if updates of ``program`` would have to wait for the gradients of all processes, and do not.
+    Without a ``program`` forwards are streamed only. ``staying`` are weights that stay where they are in this process.
+    ``owned_updates``: the optimizer's updates write the states that are there, in place. Raises ``PlanError`` if
+    updates of ``program`` would have to wait for the gradients of all processes, and do not.
     """
 
     def __init__(
@@ -308,14 +294,9 @@ class Common:
     def publish(self, *, gradients: bool = False) -> list[Weight]:
         """Let what users have written, in every process alike, be in the common memory; all processes call this.
 
-        Args:
-            gradients: those that were written, too, are to be alike: they are about to be used.
-
-        Returns:
-            Those whose optimizer states are others than the common ones, in some process.
-
-        Raises:
-            UnsupportedError: if only some processes have written a weight, or others have written other values.
+        ``gradients``: those that were written, too, are to be alike: they are about to be used. Returns those whose
+        optimizer states are others than the common ones, in some process. Raises ``UnsupportedError`` if only some
+        processes have written a weight, or others have written other values.
         """
         with plain_torch():
             states, edited = self.states, self.edited if gradients else ()
@@ -366,8 +347,7 @@ class Common:
     def begin_updates(self, *, beside: bool) -> list[Weight]:
         """Begin a round of updates; return what :meth:`publish` does.
 
-        Args:
-            beside: each waits by itself until no process reads what it updates; else that is awaited here for all.
+        ``beside``: each waits by itself until no process reads what it updates; else that is awaited here for all.
         """
         if not beside:
             fetched = distinct(weight.group.last_fetch for weight in self.trained)
@@ -418,9 +398,8 @@ class Common:
     def wait_for(self, ranks: Iterable[int], op: int, number: int) -> None:
         """Wait until processes of this machine have carried out their part of ``op`` for the time ``number``.
 
-        Raises:
-            ProcessError: if another process has failed.
-            GaveUp: if a task of this one has: the others may wait for what that would have done, and not come to this.
+        Raises ``ProcessError`` if another process has failed, and ``GaveUp`` if a task of this one has: the others may
+        wait for what that would have done, and not come to this.
         """
         pause = _FIRST_POLL_S
         while any(self._done[rank, op] < number for rank in ranks):
@@ -433,14 +412,7 @@ class Common:
     def updated(self, op: int, weights: Sequence[Weight], own: Event, urgency: int) -> Event:
         """Let the groups of ``weights``, which others update, be complete when their owners have carried ``op`` out.
 
-        Args:
-            op: an update.
-            weights: those of it that other processes own.
-            own: the event of what this process does for it.
-            urgency: of the op.
-
-        Returns:
-            The event of all of it.
+        ``own`` is the event of what this process does for ``op``, an update. Returns the event of all of it.
         """
         owners = {weight.owner for weight in weights if weight.owner is not None}
         groups = list(dict.fromkeys(weight.group for weight in weights))

@@ -20,14 +20,9 @@ from lt_offload.schema.plan import TensorGroup
 class Layout:
     """The groups of a model: the tensor groups of a plan, as they are on this machine.
 
-    Args:
-        device: whose host memory holds them.
-        weights: all of the model; their host copies move here.
-        blocks: the weights of each block.
-        planned: the tensor groups of a plan; None: what a block uses first is one group.
-        staying: weights whose host copies stay where they are, as far as the device allows it. Each is a group of its
-            own: the rest of its group stands elsewhere in host memory.
-        common: has what several processes have together; None: this one is alone.
+    Without ``planned`` groups, what a block uses first is one. ``staying`` are weights whose host copies stay where
+    they are, as far as the device allows it: each is a group of its own, and the rest of its group stands elsewhere in
+    host memory.
     """
 
     def __init__(

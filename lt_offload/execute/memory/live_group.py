@@ -246,8 +246,7 @@ class LiveGroup:
     def refresh(self, state: Callable[[Weight], dict[str, Any]]) -> int:
         """Adopt the states that the optimizer has now, as ``state`` says, if these are states.
 
-        Returns:
-            How many of its members now lie in other memory.
+        Returns how many of its members now lie in other memory.
         """
         return sum(member.refresh(state(member.weight)) for member in self.members if isinstance(member, States))
 
@@ -272,15 +271,8 @@ def needed_by_compute(
 ) -> None:
     """Order the compute lane after what completes the copies that it goes on to read.
 
-    Args:
-        device: whose compute lane.
-        groups: read on the device.
-        in_host_memory: read there.
-        by: what reads them, for errors.
-        write: it writes those on the device, too.
-
-    Raises:
-        PlanError: if the plan has not brought one there, or it is out of date there.
+    ``by`` is what reads them, for errors; ``write``: it writes those on the device, too. Raises ``PlanError`` if the
+    plan has not brought one there, or it is out of date there.
     """
     events: dict[Event, None] = {}
     on_device: list[Cell] = []

@@ -26,14 +26,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Transfer:
-    """Groups that are copied by one task, again and again; remembers the ranges that were copied last.
-
-    Args:
-        device: what copies.
-        groups: all of them, whether or not there is something to copy.
-        label: of the tasks.
-        op: the plan's op that the tasks belong to, if any.
-    """
+    """Groups that are copied by one task, again and again; remembers the ranges that were copied last."""
 
     def __init__(self, device: Device, groups: Sequence[LiveGroup], *, label: str, op: int = -1) -> None:
         self.groups = tuple(groups)
@@ -162,15 +155,8 @@ def _copies(copy: Callable[[Tensor, Tensor], None], pairs: Sequence[Pair], *, to
 class Residency:
     """Moves weights and states as the ops of a plan say.
 
-    A release given to :meth:`release_at` runs at the end of that step, in this iteration or the next.
-
-    Args:
-        device: what copies.
-        layout: all groups.
-        program: None without training.
-        snapshots: of the host copies.
-        adopt: lets the host copies of a group be what the optimizer holds now, before they are copied to the device;
-            None without a program.
+    A release given to :meth:`release_at` runs at the end of that step, in this iteration or the next. ``adopt`` lets
+    the host copies of a group be what the optimizer holds now, before they are copied to the device.
     """
 
     def __init__(

@@ -50,9 +50,8 @@ class Snapshots:
     def take(self, storages: Mapping[torch.UntypedStorage, int], room: int) -> HostSnapshot:
         """Return a snapshot of ``storages`` as they are now; nobody changes them meanwhile.
 
-        Args:
-            storages: what is changed only by those who say so before, and the order in which that happens.
-            room: bytes that copies set aside may take from now on, for all snapshots together.
+        ``storages`` are changed only by those who say so before, in this order. Copies set aside may take ``room``
+        bytes from now on, for all snapshots together.
         """
         with self._moved:
             self._room = room

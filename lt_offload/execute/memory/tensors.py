@@ -228,8 +228,7 @@ class States(Viewed[dict[Place, Tensor]]):
     def refresh(self, state: dict[str, Any]) -> bool:
         """Adopt the tensors of the optimizer's ``state`` dictionary, if they are not the known ones.
 
-        Returns:
-            Whether they now lie in other memory.
+        Returns whether they now lie in other memory.
         """
         if self.unchanged(state):
             return False

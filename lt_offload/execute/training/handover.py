@@ -25,18 +25,7 @@ from lt_offload.schema.plan import Plan
 class Handover:
     """One engine's part in a replacement: as the one that leaves, or as the one that goes on.
 
-    Args:
-        structure: the model's blocks.
-        program: None for an engine that streams forwards only.
-        weights: all of the engine.
-        blocks: those of each block.
-        recorder: is told where an iteration goes on.
-        residency: has their device copies.
-        iteration: says where it is.
-        guard: stands before users' code.
-        setup: as it was when the engine was installed.
-        view: what ``param.grad`` is.
-        staying: somebody held memory of a weight when the engine was installed.
+    ``staying``: somebody held memory of a weight when the engine was installed.
     """
 
     def __init__(
@@ -62,8 +51,7 @@ class Handover:
     def changed(self, optimizer: Optimizer) -> str | None:
         """Return what has changed since the engine was installed that only another plan can follow; None: nothing.
 
-        Args:
-            optimizer: the one that is in use now.
+        ``optimizer`` is the one that is in use now.
         """
         with self._guard.suspended:
             return self._setup.changed(optimizer)
@@ -71,11 +59,7 @@ class Handover:
     def leave_window(self, optimizer: Optimizer) -> CarriedWindow:
         """Return what the micro-batches of the present window have left, for another engine; to be closed afterwards.
 
-        Args:
-            optimizer: that will use it.
-
-        Raises:
-            UnsupportedError: if plain PyTorch would update a weight with it that is frozen now.
+        Raises ``UnsupportedError`` if plain PyTorch would update a weight with it that is frozen now.
         """
         self._iteration.check_leave("another plan was to go on")
         added = self._window.added
@@ -123,10 +107,8 @@ class Handover:
     def may_be_replaced(self) -> bool:
         """Return whether another engine may go on now, between two iterations, unnoticed by users.
 
-        It has other memory for weights and states: whoever holds some of this engine's would not see it trained.
-
-        Raises:
-            UnsupportedError: if something was changed since the last iteration that cannot be, as the next would.
+        It has other memory for weights and states: whoever holds some of this engine's would not see it trained. Raises
+        ``UnsupportedError`` if something was changed since the last iteration that cannot be, as the next would.
         """
         with self._guard.suspended:
             self._guard.check_thread()
@@ -137,8 +119,7 @@ class Handover:
     def take_in(self) -> None:
         """Let host copies be what users have assigned to parameters: the engine is about to be closed.
 
-        Raises:
-            UnsupportedError: if a parameter was given other values than it can have.
+        Raises ``UnsupportedError`` if a parameter was given other values than it can have.
         """
         with self._guard.suspended:
             self._guard.begin()

@@ -32,17 +32,7 @@ def host_limit(program: Program) -> int:
 
 
 class HostCopies:
-    """The host memory of an engine.
-
-    Args:
-        weights: all of the engine.
-        updates: knows the optimizer's states; None without an optimizer.
-        program: None for an engine that streams forwards only.
-        device: counts what it has of the host.
-        residency: has snapshots.
-        guard: knows which host copies are announced before they change.
-        common: has what several processes have together; each counts its part.
-    """
+    """The host memory of an engine."""
 
     def __init__(
         self,

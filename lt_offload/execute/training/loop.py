@@ -184,8 +184,7 @@ class LoopCalls(ABC):
     def show(self) -> None:
         """Let ``param.grad`` be the sum of gradients of the present window so far, which may be edited.
 
-        Raises:
-            UnsupportedError: if updates do not wait.
+        Raises ``UnsupportedError`` if updates do not wait.
         """
         self._require_waiting("show_gradients")
         with self._guard.suspended:
@@ -196,8 +195,7 @@ class LoopCalls(ABC):
     def show_clipped(self) -> None:
         """Let ``param.grad`` be what updates will use, clipped as has been said by now, which may be edited.
 
-        Raises:
-            UnsupportedError: if updates do not wait.
+        Raises ``UnsupportedError`` if updates do not wait.
         """
         self._require_waiting("show_clipped_gradients")
         with self._guard.suspended:
@@ -232,9 +230,7 @@ class LoopCalls(ABC):
     def follow(self, optimizer: Optimizer, after_backward: Callable[[], None] = lambda: None) -> None:
         """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration.
 
-        Args:
-            optimizer: whose step that is.
-            after_backward: is called when gradients are shown: what is made of them takes no device memory.
+        ``after_backward`` is called when gradients are shown: what is made of them takes no device memory.
         """
         passes, view, window = self.passes, self._gradient_view, self._window
 

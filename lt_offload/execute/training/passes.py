@@ -63,24 +63,7 @@ class SurveyedForward:
 
 
 class Passes:
-    """Carries out the passes of ``program``.
-
-    Args:
-        structure: the model's blocks.
-        program: says what each step does.
-        weights: all of the engine.
-        blocks: those of each block.
-        runs: of the blocks, in the present pass.
-        iteration: says where the engine is.
-        residency: has the device copies.
-        streaming: runs forwards that wait for others.
-        gradients: uses what backwards find.
-        recorder: is told of steps.
-        guard: stands before users' code.
-        setup: as it was when the engine was installed.
-        view: what ``param.grad`` is.
-        step: the hook of the optimizer's own step.
-    """
+    """Carries out the passes of ``program``."""
 
     manual: ManualLoop | None = None
     """Follows a loop that is not ours; elsewhere ``Engine.iteration`` encloses every backward."""
@@ -160,14 +143,7 @@ class Passes:
     def forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run one block in training.
 
-        Args:
-            index: of the block.
-            forward: runs it.
-            args: of the call.
-            kwargs: of the call.
-
-        Raises:
-            UnsupportedError: if the call is none that the plan can follow.
+        Raises ``UnsupportedError`` if the call is none that the plan can follow.
         """
         deferred = self._deferred
         step, presence = self._forwards[index]
@@ -252,9 +228,7 @@ class Passes:
     def take_survey(self, shared: SharedInputs, forwards: Sequence[SurveyedForward]) -> None:
         """Carry out the backwards of ``forwards``, which ran before there was a plan; their losses wait.
 
-        Args:
-            shared: what several of these were called with.
-            forwards: in the order of their calls.
+        ``shared`` is what several of these were called with.
         """
         with self._guard.suspended:
             self._iteration.check_forward()
@@ -401,8 +375,7 @@ class Passes:
     def update(self, *, keep: bool) -> bool:
         """End the pass that updates; return whether there was something to update with.
 
-        Args:
-            keep: what updates that have waited use can be shown afterwards.
+        ``keep``: what updates that have waited use can be shown afterwards.
         """
         if self._window.delayed or not self._iteration.ran_backward:
             return self._settle(keep=keep)
@@ -416,8 +389,7 @@ class Passes:
     def complete_rest(self, *, keep: bool = False) -> None:
         """Let gradients outside the blocks be those of all processes before a step uses them.
 
-        Args:
-            keep: as for :meth:`update`.
+        ``keep`` is that of :meth:`update`.
         """
         if self.of_all is None or not self.of_all.has_rest or not self._iteration.ran_backward:
             return

@@ -37,11 +37,8 @@ from lt_offload.model.state.effects import Effects
 class Survey:
     """The forwards of one step, before there is a plan.
 
-    Args:
-        structure: blocks that the step may call.
-        device: where they run.
-        plan: is called when the backward comes to the first block; returns the passes of an engine with these weights.
-        room: bytes of RAM that activations may take.
+    ``plan`` is called when the backward comes to the first block; it returns the passes of an engine with these
+    weights. ``room``: bytes of RAM that activations may take.
     """
 
     def __init__(self, structure: Structure, device: Device, plan: Callable[[], Passes], room: int) -> None:
@@ -109,15 +106,9 @@ class Survey:
         """Run a block, whose weights are on the device; return its output as a part of the outer graph.
 
         It keeps its graph, and what that saves goes to the host. Where RAM does not suffice it runs again instead.
-
-        Args:
-            index: of the block.
-            args: of the call.
-            kwargs: of the call.
-            body: runs it, called with these arguments as a part of the block's private graph; with those of each part.
-            cutter: cuts the batch in parts; None: the block takes all of it.
-            again: runs it a second time; None if it must run once.
-            reached: told which outputs gradients will come to.
+        ``body`` runs it, called with these arguments as a part of the block's private graph, or with those of each part
+        that ``cutter`` makes of the batch. ``again`` runs it a second time; None if it must run once. ``reached`` is
+        told which outputs gradients will come to.
         """
         block, weights = self._blocks[index], self._members[index]
         if functorch_level() is not None:
@@ -184,10 +175,8 @@ class Survey:
     def planned(self, order: Mapping[int, int], forwards: Sequence[Sequence[int]], passes: Passes) -> None:
         """Be carried out by the plan that was made.
 
-        Args:
-            order: the block of the plan, by the index that its calls had here; other blocks are not in the plan.
-            forwards: the calls of each forward of the model, as positions among all calls.
-            passes: of the plan's engine.
+        ``order`` has the block of the plan by the index that its calls had here; other blocks are not in the plan.
+        ``forwards`` has the calls of each forward of the model, as positions among all calls.
         """
         others = {index: -1 - index for index in range(len(self._blocks))} | dict(order)
         totals = {id(total): total for run in self.runs if run is not None for total in run.totals if total is not None}

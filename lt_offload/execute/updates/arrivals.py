@@ -63,16 +63,7 @@ class _Owned:
 
 
 class Arrivals:
-    """The gradients of all processes of a machine, as they arrive.
-
-    Args:
-        common: what they have in common.
-        device: copies gradients to the host.
-        updates: of the optimizer.
-        slots: where gradients arrive.
-        clipping: what is done to sums before updates use them.
-        weights: of the engine.
-    """
+    """The gradients of all processes of a machine, as they arrive."""
 
     def __init__(
         self,
@@ -95,12 +86,7 @@ class Arrivals:
     ) -> Event:
         """Queue what this process does of ``op``, an update on the host; return the event of all that all do.
 
-        Args:
-            op: says what is updated.
-            weights: of ``op``.
-            arrived: by weight, when its gradient of this pass is there; used up.
-            urgency: of ``op``.
-            squares: whether norms are asked for.
+        ``arrived``: by weight, when its gradient of this pass is there; used up. ``squares``: norms are asked for.
         """
         common = self._common
         with_gradient = [w for w in weights if w.index in arrived or (w.total is not None and w.total.filled)]

@@ -37,12 +37,7 @@ Unscale = Callable[[Any, torch.device], object]
 
 
 class Clipping:
-    """The clipping of the gradients of an engine's weights.
-
-    Args:
-        device: has some of them.
-        weights: of the engine; the sums of their gradients are clipped.
-    """
+    """The clipping of the gradients of an engine's weights."""
 
     def __init__(self, device: Device, weights: Sequence[Weight]) -> None:
         self._device, self._weights = device, weights
@@ -117,14 +112,11 @@ class Clipping:
     ) -> Tensor:
         """Let the coming updates use gradients of a norm of at most ``max_norm``; return their norm.
 
-        Every sum is complete, or will be when what has been queued is over. The norms of some are known
-        (``Sum.norm``), the others are read where they are. All count in the order of ``params``. Those outside the
-        blocks have ordinary gradients, which are scaled at once.
-
-        Raises:
-            ConfigError: if ``params`` leaves out some that have a gradient: all are scaled.
-            UnsupportedError: if they have been clipped already.
-            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
+        Every sum is complete, or will be when what has been queued is over. The norms of some are known (``Sum.norm``),
+        the others are read where they are. All count in the order of ``params``. Those outside the blocks have ordinary
+        gradients, which are scaled at once. Raises ``ConfigError`` if ``params`` leaves out some that have a gradient:
+        all are scaled; ``UnsupportedError`` if they have been clipped already; ``RuntimeError`` with
+        ``error_if_nonfinite``, if the norm is not finite.
         """
         if self._clipped or self.value is not None:
             raise limits.CLIPPED.error("gradients that are clipped already were to be clipped by their norm")
@@ -157,15 +149,8 @@ class Clipping:
     def unscale(self, optimizer: Optimizer, unscale: Unscale, inverse: Tensor) -> bool:
         """Let ``unscale`` write the gradients of ``optimizer`` where they are; return whether there are any.
 
-        Every sum is complete, or will be when what has been queued is over.
-
-        Args:
-            optimizer: of the training.
-            unscale: a scaler's.
-            inverse: the factor by which it multiplies them.
-
-        Raises:
-            UnsupportedError: if gradients have been clipped already.
+        Every sum is complete, or will be when what has been queued is over. ``inverse`` is the factor by which a
+        scaler's ``unscale`` multiplies them. Raises ``UnsupportedError`` if gradients have been clipped already.
         """
         if self._clipped:
             raise limits.CLIPPED.error("gradients that are clipped already were to be unscaled")
@@ -232,11 +217,7 @@ class Clipping:
 
 
 class RestClipping:
-    """The gradients of parameters outside the blocks, which torch's own functions clip.
-
-    Args:
-        params: all of them.
-    """
+    """The gradients of parameters outside the blocks, which torch's own functions clip."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
@@ -300,17 +281,11 @@ def total_norm(
     """Return the norm of the norms of ``grads``: ``torch.nn.utils.get_total_norm``.
 
     That function takes the norms device by device, so that their sum would come in another order than in plain
-    training, where all gradients are on one device. Here each norm is taken where its tensor is, and they are summed
-    in that function's order: those of one dtype before those of the next, else in the order of ``grads``.
-
-    Args:
-        grads: on whatever devices; the result is where the first one's norm is.
-        norm_type: as torch's.
-        known: by the id of a gradient, its norm, which may be elsewhere; those are not read.
-        error_if_nonfinite: see below.
-
-    Raises:
-        RuntimeError: with ``error_if_nonfinite``, if it is not finite.
+    training, where all gradients are on one device. Here each norm is taken where its tensor is, and they are summed in
+    that function's order: those of one dtype before those of the next, else in the order of ``grads``. ``grads`` are on
+    whatever devices; the result is where the first one's norm is. ``known`` has norms, by the ids of gradients, which
+    may be elsewhere; those gradients are not read. Raises ``RuntimeError`` with ``error_if_nonfinite``, if it is not
+    finite.
     """
     known = known or {}
     if not known and len({grad.device for grad in grads}) <= 1:

@@ -25,12 +25,7 @@ from lt_offload.units import round_up
 
 
 class CommonStates:
-    """The states of ``common.trained``.
-
-    Args:
-        common: the weights.
-        updates: knows the optimizer; its updates write the tensors that are there.
-    """
+    """The states of ``common.trained``."""
 
     def __init__(self, common: Common, updates: Updates) -> None:
         self._common, self._updates = common, updates
@@ -104,13 +99,7 @@ class CommonStates:
 
 
 class CommonUpdates:
-    """The updates of host copies that processes have in common: each process carries out those of what it owns.
-
-    Args:
-        common: the weights.
-        updates: knows the optimizer and the snapshots.
-        device: carries updates out.
-    """
+    """The updates of host copies that processes have in common: each process carries out those of what it owns."""
 
     def __init__(self, common: Common, updates: Updates, device: Device) -> None:
         self._common, self._updates, self._device = common, updates, device

@@ -39,13 +39,8 @@ class GradientOffload:
 class Slots:
     """The host memory to which gradients are copied, which those share that are not there at the same time.
 
-    A copy comes after the updates that its op waits for in the plan: they read what was at its addresses.
-
-    Args:
-        device: copies there.
-        program: says which share memory.
-        weights: of the engine.
-        common: the memory is of this, where all processes of the machine see what has arrived; None: it is this one's.
+    A copy comes after the updates that its op waits for in the plan: they read what was at its addresses. The memory is
+    of ``common``, where all processes of the machine see what has arrived; None: it is this one's.
     """
 
     def __init__(
@@ -107,12 +102,8 @@ class Slots:
     ) -> GradientOffload:
         """Queue the copies of ``items``, the first gradients of a window, to where their sums are, as one task.
 
-        Args:
-            op: says so.
-            items: complete gradients.
-            norms: theirs; None unless nothing will be added to a gradient.
-            more: is copied with them.
-            cells: ordering tokens of the destinations of ``more``.
+        ``norms`` are theirs; None unless nothing will be added to a gradient. ``more`` is copied with them, to what the
+        ``cells`` stand for.
         """
         totals = [total for weight, _ in items if (total := weight.total) is not None]
         pairs = [(total.host, grad) for total, (_, grad) in zip(totals, items, strict=True)]

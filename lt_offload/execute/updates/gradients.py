@@ -129,12 +129,8 @@ class Gradients:
     def start(self, which: Pass, *, last: bool = False) -> None:
         """Do with gradients what this kind of pass does, from now on.
 
-        Args:
-            which: the kind.
-            last: sums are complete with this pass, unless there are to be more than was said.
-
-        Raises:
-            UnsupportedError: if there are to be more gradients after they have been clipped.
+        ``last``: sums are complete with this pass, unless there are to be more than was said. Raises
+        ``UnsupportedError`` if there are to be more gradients after they have been clipped.
         """
         # A gradient that came after clipping would be scaled with the sums, whose norm has not counted it.
         if which != "settling":
@@ -170,8 +166,7 @@ class Gradients:
     def begin_block(self, weights: Sequence[Weight]) -> None:
         """A block's backward begins, which gives ``weights`` gradients, each once.
 
-        Raises:
-            UnsupportedError: if one of them has a gradient already, which somebody has set.
+        Raises ``UnsupportedError`` if one of them has a gradient already, which somebody has set.
         """
         for weight in weights:
             if weight.param.grad is not None:
@@ -452,8 +447,7 @@ def _filled(weight: Weight) -> bool:
 def _collect(gradients: ref[Gradients], index: int, param: Tensor) -> None:
     """Take what a block's backward has found for a weight.
 
-    Raises:
-        UnsupportedError: if no block's backward is to give it one.
+    Raises ``UnsupportedError`` if no block's backward is to give it one.
     """
     collector = gradients()
     if collector is None:

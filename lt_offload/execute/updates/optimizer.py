@@ -68,13 +68,6 @@ def functional_update(
 
     None where only ``step()`` knows: for other optimizers, for options that are tensors or need autograd, for states
     that are yet to be made.
-
-    Args:
-        optimizer: whose rule it is.
-        group: options, as in ``optimizer.param_groups``.
-        params: at least one.
-        grads: one per parameter.
-        states: one per parameter.
     """
     make = _RULES.get(type(optimizer))
     # What a GradScaler leaves there for optimizers that unscale by themselves, or skip a step with infinities.
@@ -196,8 +189,7 @@ class Updates:
     def end_iteration(self, weights: Iterable[Weight]) -> None:
         """Let updates use what there is then, again.
 
-        Raises:
-            UnsupportedError: if a plain step would have changed one of ``weights`` that had no gradient.
+        Raises ``UnsupportedError`` if a plain step would have changed one of ``weights`` that had no gradient.
         """
         self._frozen = None
         updated, self._updated = self._updated, set()
@@ -241,10 +233,8 @@ class Updates:
     def prepare(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
         """Return a function that updates ``weights`` with the group options of this moment.
 
-        Args:
-            weights: distinct weights; for the device, their device copies stay attached until the function has run.
-            place: ``"host"`` or ``"device"``, where parameter, gradient and states are.
-            grads: one gradient per weight, at that place.
+        ``place``, ``"host"`` or ``"device"``, is where parameters, ``grads`` and states are. Device copies of
+        ``weights`` stay attached until the function has run.
         """
         self._updated.update([weight.index for weight in weights])
         if place == "host":
@@ -257,9 +247,7 @@ class Updates:
     ) -> Callable[[Tensor, Sequence[tuple[int, int]], bool], None]:
         """Return a function that updates rows of ``weight`` on the host, with the group options of this moment.
 
-        Args:
-            weight: in host memory.
-            begins: these are the first rows of this iteration; those that follow have the same state.
+        ``begins``: these are the first rows of this iteration; those that follow have the same state.
         """
         self._updated.add(weight.index)
         self._bring_scalars_home([weight])

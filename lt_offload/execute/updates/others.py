@@ -44,14 +44,7 @@ _FILLED, _ON_DEVICE = 1, 2
 class SumsOfAll:
     """Adds up the gradients of all processes.
 
-    Args:
-        others: the other processes.
-        common: what those of this machine have in common.
-        device: has some of the sums.
-        weights: of the engine, whose updates wait for their sums.
-        rest: parameters outside the blocks, by their names, which have ordinary gradients.
-        residency: of the sums.
-        recorder: is told how long others were waited for.
+    ``rest`` are parameters outside the blocks, by their names, which have ordinary gradients.
     """
 
     def __init__(
@@ -114,8 +107,7 @@ class SumsOfAll:
     def add_up(self, *, by_updates: bool) -> None:
         """Let the sums of this window be those of all processes; called once per window, when they are complete.
 
-        Args:
-            by_updates: nobody reads them before updates use them, so that those of owners may add up what they see.
+        ``by_updates``: nobody reads them before updates use them, so that those of owners may add up what they see.
         """
         self._common.edited.clear()  # a process's own are its own until here
         begun, self._begun = self._begun, {}
@@ -163,8 +155,7 @@ class SumsOfAll:
     def _states_of_all(self, of_sums: list[int]) -> list[tuple[int, ...]]:
         """Return what all processes say of each sum and of each parameter outside the blocks.
 
-        Raises:
-            UnsupportedError: if such a parameter has other values in one of them.
+        Raises ``UnsupportedError`` if such a parameter has other values in one of them.
         """
         own = [*of_sums, *(_FILLED * (param.grad is not None) for param in self._rest)]
         with plain_torch():

@@ -59,12 +59,7 @@ def tables_of(program: Program, first: nn.Module, weights: Sequence[Weight], dev
 class Table:
     """One such table, through an iteration.
 
-    Args:
-        device: runs the blocks.
-        weight: the table.
-        sends: the op that sends the first block's gradient.
-        first: the first block.
-        sums: gradients are added up.
+    ``sends`` is the op that sends the first block's gradient; ``sums``: gradients are added up.
     """
 
     def __init__(self, device: Device, weight: Weight, sends: Op, first: nn.Module, *, sums: bool) -> None:

@@ -27,10 +27,8 @@ class CarriedWindow:
 class Window:
     """Counts the passes of a window.
 
-    Args:
-        largest: micro-batches that the plan was made for; with more than 1 it serves any number.
-        adds_up: gradients are added up in sums.
-        delayed: updates wait until all gradients are there: every pass adds up.
+    ``largest``: micro-batches that the plan was made for; with more than 1 it serves any number. ``delayed``: updates
+    wait until all gradients are there: every pass adds up.
     """
 
     def __init__(self, largest: int = 1, *, adds_up: bool = False, delayed: bool = False) -> None:
@@ -53,8 +51,7 @@ class Window:
     def resize(self, size: int) -> None:
         """Let windows have ``size`` micro-batches from now on.
 
-        Raises:
-            PlanError: if the plan is one for windows of 1.
+        Raises ``PlanError`` if the plan is one for windows of 1.
         """
         if size > 1:
             self.require()

@@ -28,10 +28,7 @@ def find_aliases(weights: Sequence[Tensor], others: Iterable[Tensor]) -> frozens
     """Return which weights are held by others: in tensors, arrays, capsules of dlpack, or other processes.
 
     A NumPy array that a weight was made of is not found: the array owns the memory, and nobody tells how many use it.
-
-    Args:
-        weights: parameters of a model, on the host.
-        others: its other parameters and its buffers.
+    ``others`` are the model's other parameters and its buffers.
     """
     storages = [weight.untyped_storage() for weight in weights]
     own = Counter(address_of(storage) for storage in storages)

@@ -53,11 +53,9 @@ def check_reached(weights: Iterable[Weight], runs: BlockRuns) -> None:
 class UserHooks:
     """Hooks of users that would see other gradients than in plain PyTorch, or be called twice.
 
-    Args:
-        structure: the model's blocks.
-        repeated: blocks that run a second time for their backward.
-        parted: blocks take a batch in parts, so that every weight gets a gradient per part.
-        deferred: a backward follows several forwards, so that every weight gets a gradient per forward.
+    ``repeated`` blocks run a second time for their backward. ``parted``: blocks take a batch in parts, so that every
+    weight gets a gradient per part. ``deferred``: a backward follows several forwards, so that every weight gets a
+    gradient per forward.
     """
 
     def __init__(
@@ -79,8 +77,7 @@ class UserHooks:
     def check(self) -> None:
         """Refuse hooks that the engine cannot call as plain PyTorch does.
 
-        Raises:
-            UnsupportedError: naming the module or the weight.
+        Raises ``UnsupportedError`` naming the module or the weight.
         """
         for inner in self._inner:
             hook = inner.find()
@@ -98,13 +95,7 @@ class UserHooks:
 
 
 class InstalledSetup:
-    """The trainable tensors, the hooks and the optimizer's groups, as they were when the engine was installed.
-
-    Args:
-        weights: of the engine.
-        updates: knows the optimizer's groups; None without an optimizer.
-        hooks: of users.
-    """
+    """The trainable tensors, the hooks and the optimizer's groups, as they were when the engine was installed."""
 
     def __init__(self, weights: Sequence[Weight], updates: Updates | None, hooks: UserHooks) -> None:
         self.hooks, self._updates = hooks, updates
@@ -114,11 +105,7 @@ class InstalledSetup:
         hooks.let_in()
 
     def check(self) -> None:
-        """Compare with what there is now.
-
-        Raises:
-            UnsupportedError: naming what has changed.
-        """
+        """Compare with what there is now; raises ``UnsupportedError`` naming what has changed."""
         self.hooks.check()
         for weight, _, _, inside in self._weights:
             if address_of(weight.param) != inside:
@@ -132,8 +119,7 @@ class InstalledSetup:
     def changed(self, optimizer: Optimizer | None = None) -> str | None:
         """Return what has changed that another plan could follow, as a clause for people; None if nothing has.
 
-        Args:
-            optimizer: the one that is in use now, if it may be another one.
+        ``optimizer`` is the one that is in use now, if it may be another one.
         """
         for weight, param, trainable, _ in self._weights:
             if param.requires_grad is not trainable:
@@ -165,11 +151,7 @@ _SHARING = ("several blocks share", "has a gradient per part of the batch (micro
 
 
 class OwnParameters:
-    """The parameters of a block's modules, which a call in training must find in their places.
-
-    Args:
-        module: the block.
-    """
+    """The parameters of a block's modules, which a call in training must find in their places."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
@@ -177,11 +159,7 @@ class OwnParameters:
         self._places = [(parameters_of(m), key, f"{path}.{key}") for path, m in members for key in parameters_of(m)]
 
     def check(self) -> None:
-        """Refuse tensors that stand for parameters during one call.
-
-        Raises:
-            UnsupportedError: naming one.
-        """
+        """Refuse tensors that stand for parameters during one call; raises ``UnsupportedError`` naming one."""
         for parameters, key, path in self._places:
             present = parameters.get(key)
             # As torch.func.functional_call does it, for the time of one call.
@@ -192,19 +170,14 @@ class OwnParameters:
 class Backward:
     """Tells a backward of everything from one of some inputs only.
 
-    Args:
-        anchor: a leaf that every block's node in the outer graph depends on.
+    ``anchor`` is a leaf that every block's node in the outer graph depends on.
     """
 
     def __init__(self, anchor: Tensor) -> None:
         self._end = get_gradient_edge(anchor).node
 
     def check(self, run: BlockRun) -> None:
-        """Refuse what a block's backward cannot do, from within it.
-
-        Raises:
-            UnsupportedError: naming the block.
-        """
+        """Refuse what a block's backward cannot do, from within it; raises ``UnsupportedError`` naming the block."""
         if torch.is_grad_enabled():
             # Within a backward, autograd enables gradients for create_graph only.
             raise limits.PARTIAL_BACKWARD.error(f"block {run.name} was differentiated with create_graph=True")
@@ -224,11 +197,8 @@ class Consumers:
 
     Plain PyTorch adds the gradients of a tensor one by one, in the order of its uses; a block that uses its input more
     than once gives their sum, which is another order of summation. If nobody else uses the tensor, its node receives
-    the very tensor that the block has given.
-
-    Args:
-        name: of a block, by its index.
-        uses: how often a block uses each of its inputs, by its index, once its backward has begun.
+    the very tensor that the block has given. ``uses`` says how often a block uses each of its inputs, by its index,
+    once its backward has begun.
     """
 
     def __init__(self, name: Callable[[int], str], uses: dict[int, Counter[int]]) -> None:

@@ -52,12 +52,7 @@ class _Shown:
 class GradientView:
     """The gradients that the parameters of an engine show.
 
-    Args:
-        weights: of the engine; only those with a sum are shown.
-        guard: sees what is done to the gradients.
-        residency: has their device copies.
-        window: says whether there are sums.
-        clear: forgets the sums of the window.
+    ``clear`` forgets the sums of the window.
     """
 
     def __init__(
@@ -114,11 +109,8 @@ class GradientView:
     def begin_backward(self, *, cleared: bool) -> None:
         """A backward begins: ``param.grad`` is nothing any more but what autograd makes it.
 
-        Args:
-            cleared: gradients that none are added to have to be gone.
-
-        Raises:
-            UnsupportedError: if there are some to add to that are gone, or others that were not cleared.
+        ``cleared``: gradients that none are added to have to be gone. Raises ``UnsupportedError`` if there are some to
+        add to that are gone, or others that were not cleared.
         """
         adding = self._window.added > 0
         if self._shown:
@@ -172,11 +164,7 @@ class GradientView:
                 param.grad = None
 
     def check(self, *, present: bool) -> None:
-        """Check that all stand-ins are there still, or none.
-
-        Raises:
-            UnsupportedError: naming a weight.
-        """
+        """Check that all stand-ins are there still, or none; raises ``UnsupportedError`` naming a weight."""
         for param, grad, label in self._stand_ins:
             if (param.grad is grad) is not present:
                 what = "removed or replaced before" if present else "to be used a second time by"
@@ -186,8 +174,7 @@ class GradientView:
     def standing(self, *, begun: bool = False) -> Iterator[None]:
         """Enclose what takes gradients away without an update or ``zero_grad()``: they say that they are gone.
 
-        Args:
-            begun: a backward of the present window has begun, so that some are not in ``param.grad``.
+        ``begun``: a backward of the present window has begun, so that some are not in ``param.grad``.
         """
         left = {param for param, _, _ in self._stand_ins if begun or param.grad is not None}
         try:
@@ -207,11 +194,8 @@ class GradientView:
     def adopt(self, *, final: bool = True) -> None:
         """Let updates use what is there now, and take it away.
 
-        Args:
-            final: nothing is done to gradients any more before updates use them: copies of them may be kept.
-
-        Raises:
-            UnsupportedError: if somebody has kept a gradient whose memory or value is to change.
+        ``final``: nothing is done to gradients any more before updates use them: copies of them may be kept. Raises
+        ``UnsupportedError`` if somebody has kept a gradient whose memory or value is to change.
         """
         for shown in self._shown:
             self._adopt(shown)
@@ -232,8 +216,7 @@ class GradientView:
     def changing(self, *, show: bool = False) -> Iterator[None]:
         """Enclose what says how updates will change the gradients: ``param.grad`` would not show it.
 
-        Args:
-            show: they are changed at once, and shown again if they were before.
+        ``show``: they are changed at once, and shown again if they were before.
         """
         shown = bool(self._shown)
         self.adopt(final=False)

@@ -82,15 +82,9 @@ class TrackedTensor:
 class Guard:
     """Stands between users' code and the tensors of an engine.
 
-    Args:
-        weights: of the engine, in their places on the host.
-        residency: brings them home.
-        updates: knows the optimizer's states; None without an optimizer.
-        check_read: raises if nothing may be read now; is told what was done.
-        check_write: raises if nothing may be written now.
-        unseen: weights whose memory somebody else holds, and may read and write unseen, all the time.
-        common: has host copies that several processes have together.
-        modes: placed before, where the guard is installed from within a backward; None: it has its own.
+    ``check_read`` and ``check_write`` raise if nothing may be read or written now; they are told what was done.
+    ``unseen`` are weights whose memory somebody else holds, and may read and write unseen, all the time. ``modes`` were
+    placed before, where the guard is installed from within a backward.
     """
 
     def __init__(
@@ -162,8 +156,7 @@ class Guard:
     def read(self, owned: Iterable[TrackedTensor]) -> None:
         """Make host copies complete before they are read.
 
-        Raises:
-            UnsupportedError: in the middle of an iteration's updates.
+        Raises ``UnsupportedError`` in the middle of an iteration's updates.
         """
         for one in owned:
             self._check_read(f"{one.label} was accessed")
@@ -172,8 +165,7 @@ class Guard:
     def write(self, owned: Iterable[TrackedTensor]) -> None:
         """Make host copies complete and the only ones, before they are written.
 
-        Raises:
-            UnsupportedError: while a forward waits for its backward, or in the middle of an iteration's updates.
+        Raises ``UnsupportedError`` while a forward waits for its backward, or in the middle of an iteration's updates.
         """
         written = list(owned)
         # Home first, even what is to be overwritten: the write may be one of a part.
@@ -191,8 +183,7 @@ class Guard:
     def replace(self, weight: Weight, data: Tensor) -> None:
         """Give ``weight`` the values of ``data``, which was assigned to its parameter.
 
-        Raises:
-            UnsupportedError: if it has another shape or dtype.
+        Raises ``UnsupportedError`` if it has another shape or dtype.
         """
         if data.shape != weight.host.shape or data.dtype != weight.host.dtype:
             raise limits.CHANGED_PARAMETERS.error(
@@ -271,8 +262,7 @@ class Guard:
     def begin(self) -> None:
         """An iteration begins: adopt what was assigned, and what may have been written through views.
 
-        Raises:
-            UnsupportedError: if a parameter was given other values than it can have.
+        Raises ``UnsupportedError`` if a parameter was given other values than it can have.
         """
         for weight, address in zip(self._weights, self._addresses, strict=True):
             if weight.host.data_ptr() != address:
@@ -549,9 +539,6 @@ class Suspended(threading.local):
 
     Its state is each thread's own. A GPU's backward runs in a thread of autograd, which gets a copy of the stacks of
     the thread that called ``backward``: there the modes are lifted from the copy.
-
-    Args:
-        modes: those of the guard.
     """
 
     def __init__(self, modes: GuardModes) -> None:

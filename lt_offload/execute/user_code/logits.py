@@ -61,8 +61,7 @@ class DeferredLogits(Tensor):
     def computed(self, use: str) -> Tensor:
         """Return the logits for another use than the loss.
 
-        Raises:
-            UnsupportedError: if a plan says that they never exist, or the loss has been computed without them.
+        Raises ``UnsupportedError`` if a plan says that they never exist, or the loss has been computed without them.
         """
         if self.logits is None:
             if self.project is None:
@@ -73,11 +72,7 @@ class DeferredLogits(Tensor):
         return self.logits
 
     def hand_over(self) -> Tensor:
-        """Return the hidden states, once.
-
-        Raises:
-            UnsupportedError: the second time.
-        """
+        """Return the hidden states, once; raises ``UnsupportedError`` the second time."""
         hidden, self.hidden = self.hidden, None
         if hidden is None:
             raise _refusal("a second loss")
@@ -124,11 +119,8 @@ def _refusal(use: str) -> Exception:
 class LossInBlock:
     """Lets the last block run when the model calls its loss.
 
-    Args:
-        owner: the model that calls the loss.
-        head: the block.
-        chunk: tokens of which logits exist together; 0: all of them.
-        planned: a plan says so. Else logits may be computed as long as there is no loss.
+    ``owner`` is the model that calls the loss. ``chunk``: tokens of which logits exist together; 0: all of them.
+    ``planned``: a plan says so; else logits may be computed as long as there is no loss.
     """
 
     def __init__(self, owner: nn.Module, head: nn.Linear, chunk: int, *, planned: bool) -> None:
@@ -140,8 +132,7 @@ class LossInBlock:
     def planned(cls, structure: Structure, option: OptionName, chunk: int) -> LossInBlock | None:
         """Return the loss of the last block, if a plan wants it there by ``option``, in chunks of ``chunk`` tokens.
 
-        Raises:
-            PlanError: if the model computes its loss in another way, or without the block.
+        Raises ``PlanError`` if the model computes its loss in another way, or without the block.
         """
         if option not in WITH_LOSS:
             return None

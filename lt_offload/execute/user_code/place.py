@@ -15,8 +15,7 @@ from lt_offload.model.state.handed import Handed
 class Place:
     """The device and the stream on which an engine's blocks run.
 
-    Args:
-        device: runs them; on the stream that is current now, until a step begins on another one.
+    The stream is the one that is current now, until a step begins on another one.
     """
 
     def __init__(self, device: Device) -> None:
@@ -38,8 +37,7 @@ class Place:
     ) -> Any:
         """Return what ``block``, which is called with these arguments, returns when ``run`` runs its ``forward``.
 
-        Raises:
-            UnsupportedError: on another stream than the step began on.
+        Raises ``UnsupportedError`` on another stream than the step began on.
         """
         if self._device.stream() is not self._stream:
             raise limits.OTHER_STREAM.error(f"block {block.name} was called on another CUDA stream than its step began")

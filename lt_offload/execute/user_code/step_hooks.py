@@ -27,12 +27,8 @@ class StepHooks:
     """Hooks that are called once per step, also of an optimizer whose step calls that of its base class.
 
     Torch calls hooks around the ``step`` of every class of which there has been an optimizer, so that they would be
-    called twice as soon as there has been one of the base class.
-
-    Args:
-        optimizer: whose steps they are.
-        begin: is called when the step proper begins: a closure runs forward and backward, so that it has returned.
-        end: is called when the step has ended.
+    called twice as soon as there has been one of the base class. ``begin`` is called when the step proper begins: a
+    closure runs forward and backward, so that it has returned.
     """
 
     def __init__(
@@ -97,14 +93,8 @@ class OptimizerStepHook:
     """Sees a step of the loop begin: remembers what updates are still to use, and may hide weights without a gradient.
 
     Most optimizers leave tensors without a gradient alone. Of one that does not, the groups have no weights of the
-    engine while its step runs; parameters outside the blocks stay there.
-
-    Args:
-        updates: of the engine.
-        weights: of the engine.
-        begins: is called when the step proper begins.
-        ended: is called when the step has ended, before hooks of users.
-        delayed: whether updates come after the step.
+    engine while its step runs; parameters outside the blocks stay there. ``begins`` is called when the step proper
+    begins, ``ended`` when it has ended, before hooks of users. ``delayed``: updates come after the step.
     """
 
     def __init__(
@@ -156,12 +146,8 @@ class OptimizerStepHook:
 class SavedStates:
     """Lets states be complete when they are saved, and be taken over when they are loaded.
 
-    Args:
-        updates: knows the optimizer.
-        check_read: raises if nothing may be read now; is told what was done.
-        check_write: raises if nothing may be written now.
-        drain: makes every host copy complete.
-        invalidate: forgets every device copy.
+    ``check_read`` and ``check_write`` raise if nothing may be read or written now. ``drain`` makes every host copy
+    complete, ``invalidate`` forgets every device copy.
     """
 
     def __init__(
@@ -203,9 +189,7 @@ class SavedStates:
 class ManualLoop:
     """A training loop that users have written: its backwards end without us, and its step finds what they have left.
 
-    Args:
-        optimizer: whose step ends an iteration.
-        end_backward: is called at the end of each backward.
+    ``end_backward`` is called at the end of each backward.
     """
 
     def __init__(self, optimizer: Optimizer, end_backward: Callable[[], None]) -> None:
@@ -219,11 +203,7 @@ class ManualLoop:
         self._options = _options(self._optimizer) if updating else []
 
     def check_options(self) -> None:
-        """Refuse options that were changed since updates have used them.
-
-        Raises:
-            UnsupportedError: naming one.
-        """
+        """Refuse options that were changed since updates have used them; raises ``UnsupportedError`` naming one."""
         options, self._options = self._options, []
         present = _options(self._optimizer) if options else []  # without a backward no update has used any
         for index, (used, now) in enumerate(zip(options, present, strict=True)):

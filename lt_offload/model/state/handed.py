@@ -84,9 +84,8 @@ class Containers:
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block as it was called, with the tensors among these arguments; leave its containers as they are now.
 
-        Returns:
-            What it returns; if it has written to containers, or returns objects that hold tensors, all tensors that it
-            has made, and a :class:`WrittenContainers`.
+        Returns what it returns; if it has written to containers, or returns objects that hold tensors, all tensors that
+        it has made, and a :class:`WrittenContainers`.
         """
         if not self.own:
             out = forward(*args, **kwargs)

@@ -139,8 +139,7 @@ class _TokenWise(OperationMode):
     def check(cls, module: nn.Module, inputs: list[Tensor]) -> bool | None:
         """Return whether ``module``, called with ``inputs``, may draw random numbers; None if it saves too little.
 
-        Raises:
-            _MixesError: if it cannot be tiled.
+        Raises ``_MixesError`` if it cannot be tiled.
         """
         saved: list[Tensor] = []
 
@@ -159,11 +158,7 @@ class _TokenWise(OperationMode):
         return mode.draws if own > _WORTH * storage_bytes(inputs) else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run the operation if it is known to treat each token alone.
-
-        Raises:
-            _MixesError: otherwise.
-        """
+        """Run the operation if it is known to treat each token alone; raises ``_MixesError`` otherwise."""
         tensors = [*tensors_in((args, kwargs or {}))]
         depending = [x for x in tensors if self._depends(x)]
         strange = [x for x in tensors if x.requires_grad and x.is_leaf and x not in self._weights]

@@ -178,10 +178,8 @@ class BoundaryCheck:
         One that has hooks of users inside, or that fails without a graph, has to run once. One whose numbers are others
         without a graph (torch chooses kernels by that) always has to run with one. Bits alone would not tell: two
         kernels may agree on one batch, or on one device, and differ by the last bits on the next. So both runs also
-        have to call the same operations.
-
-        Raises:
-            UnsupportedError: if outputs differ by a bit even with a graph, or the block writes to its input.
+        have to call the same operations. Raises ``UnsupportedError`` if outputs differ by a bit even with a graph, or
+        the block writes to its input.
         """
         block, self._rest, known = self._blocks[index], Rest([]), self._compared.get(id(call))
         if call.compiled or (known is not None and not has_values(call)) or isinstance(call.module, HeadLoss):
@@ -429,11 +427,8 @@ class BoundaryCheck:
     def check_gradients(self, loss: Tensor, known: Collection[nn.Parameter]) -> None:
         """Refuse weights of blocks that the loss, or the inputs of other blocks, use outside of these.
 
-        Weights in ``known`` had a gradient before the step.
-
-        Raises:
-            CalledOtherwise: if none of these blocks is a layer: without them, which stay on the device.
-            UnsupportedError: naming the block or the weight.
+        Weights in ``known`` had a gradient before the step. Raises ``CalledOtherwise`` if none of these blocks is a
+        layer: without them, which stay on the device, and ``UnsupportedError`` naming the block or the weight.
         """
         # The backward of a block's output goes no further, so that what made its inputs has no gradients.
         roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]

@@ -65,12 +65,9 @@ class LossWithBlock(Protocol):
 class FirstStep:
     """The first step of a model's training, or one on trial, which only measures or checks.
 
-    Args:
-        structure: what may be the blocks of the model.
-        optimizer: the one that will be used; None: the step has no profile.
-        meter: tells what a run costs; None: a stopwatch.
-        loss: computes the last block together with the model's loss; None: the model does.
-        code: returns what runs a block.
+    ``structure`` is what may be the blocks of the model. Without an ``optimizer`` the step has no profile. ``meter``
+    tells what a run costs; None: a stopwatch. ``loss`` computes the last block together with the model's loss; None:
+    the model does. ``code`` returns what runs a block.
     """
 
     def __init__(
@@ -352,11 +349,8 @@ class FirstStep:
         """Measure the blocks and return the profile; to be called when the backward has come to the first block.
 
         ``parts``: of the batch. ``optimizer``: that is to be used, with all weights that train now; None: that of the
-        step.
-
-        Raises:
-            ModelError, UnsupportedError: if the model cannot be trained exactly.
-            OverBudget: if a GPU has no memory for one block of the batch.
+        step. Raises ``ModelError`` or ``UnsupportedError`` if the model cannot be trained exactly, and ``OverBudget``
+        if a GPU has no memory for one block of the batch.
         """
         device, used = self.device, optimizer or self._optimizer
         assert used is not None and self._machine is not None
@@ -375,9 +369,8 @@ class FirstStep:
     def costs(self, parts: int, *, unfrozen: bool = False) -> Measured:
         """Measure the blocks, with a batch in so many ``parts``; ``unfrozen``: more weights train now than in the step.
 
-        Raises:
-            UnsupportedError: if a block cannot take the batch in parts.
-            OverBudget: if a GPU has no memory for one block of the batch.
+        Raises ``UnsupportedError`` if a block cannot take the batch in parts, and ``OverBudget`` if a GPU has no memory
+        for one block of the batch.
         """
         captured, device, say = self.reached(), self.device, self._say
         self._check_forwards(parts)
@@ -465,11 +458,8 @@ def find_loss(result: Any) -> Tensor | None:
 def in_turn(blocks: Sequence[Block], called: Sequence[int], apart: Collection[int] = ()) -> tuple[list[int], list[int]]:
     """Return the calls of blocks that are called once per forward, in one order, and that order.
 
-    ``apart`` are none.
-
-    Raises:
-        CalledOtherwise: if there is no layer.
-        ModelError: if layers are called more than once, or in another order in a later forward.
+    ``apart`` are none. Raises ``CalledOtherwise`` if there is no layer, and ``ModelError`` if layers are called more
+    than once, or in another order in a later forward.
     """
     times = Counter(called)
     layers = [index for index, block in enumerate(blocks) if block.kind == "layer" and index not in apart]

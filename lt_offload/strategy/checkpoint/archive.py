@@ -104,8 +104,7 @@ def lay_out(records: Iterable[Record]) -> int:
 class NewFile:
     """A file that is written in place of ``path``, whose previous contents stay until the new ones are on disk.
 
-    Raises:
-        CheckpointError: if the disk has no room for it beside the old one, or if it cannot be made.
+    Raises ``CheckpointError`` if the disk has no room for it beside the old one, or if it cannot be made.
     """
 
     def __init__(self, path: Path, checkpoint: dict[str, Any]) -> None:
@@ -131,13 +130,9 @@ class NewFile:
     ) -> None:
         """Write ``records`` and give the file its name; if that fails, nothing is left of the new file.
 
-        Args:
-            records: those that this process writes.
-            read: encloses reading a storage.
-            by_others: waits for other processes, which write the rest; returns their CRC-32 by offset.
-
-        Raises:
-            CheckpointError: if the disk is full, or the folder cannot be written any more.
+        ``read`` encloses reading a storage. ``by_others`` waits for other processes, which write the rest, and returns
+        their CRC-32 by offset. Raises ``CheckpointError`` if the disk is full, or the folder cannot be written any
+        more.
         """
         try:
             with explaining(self.path):

@@ -52,8 +52,7 @@ _VERSION_AS_LOADED = 1
 def prepare(folder: Path) -> None:
     """Check that ``folder`` can be made and written to, and remove the partial checkpoints of killed runs there.
 
-    Raises:
-        CheckpointError: if no file can be written there.
+    Raises ``CheckpointError`` if no file can be written there.
     """
     probe = folder / f".{os.getpid()}{SUFFIX}"
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -85,8 +84,7 @@ def _remove_leftover(path: Path) -> None:
 def save(checkpoint: dict[str, Any], path: str | Path) -> None:
     """Write ``checkpoint`` to the local file ``path``, whose previous contents stay until the new ones are on disk.
 
-    Raises:
-        CheckpointError: if the disk is full or the folder cannot be written; nothing is left of the new file.
+    Raises ``CheckpointError`` if the disk is full or the folder cannot be written; nothing is left of the new file.
     """
     file = NewFile(Path(path), checkpoint)
     file.write(file.records, nullcontext)
@@ -95,13 +93,8 @@ def save(checkpoint: dict[str, Any], path: str | Path) -> None:
 def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
     """Return the checkpoint in the local file ``path``; its tensors are pages of the file until they are written to.
 
-    Args:
-        path: a file of :func:`save`, of a stock Trainer, or of an old one (those are read into RAM).
-        weights_only: as for ``torch.load``.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ConfigError: if it cannot be read.
+    It is a file of :func:`save`, of a stock Trainer, or an old one (those are read into RAM); ``weights_only`` as for
+    ``torch.load``. Raises ``FileNotFoundError`` if there is no such file, and ``ConfigError`` if it cannot be read.
     """
     source = Path(path)
     if not source.exists():
@@ -166,12 +159,8 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], unchang
     Pages of a mapped file that were read leave RAM at once.
 
     ``Optimizer.load_state_dict`` casts states to the dtype of their parameter, which truncates the fp32 states of bf16
-    weights; and it keeps tensors that are pages of the checkpoint file.
-
-    Args:
-        optimizer: over parameters whose ``data`` is on the host.
-        saved: from ``optimizer.state_dict()``.
-        unchanged: parameters of the dtype that they had when ``saved`` was made; states of others are cast.
+    weights; and it keeps tensors that are pages of the checkpoint file. ``unchanged`` are parameters of the dtype that
+    they had when ``saved`` was made; states of others are cast.
     """
     optimizer.load_state_dict(dict(saved))
     indices = [index for group in saved["param_groups"] for index in group["params"]]
@@ -206,14 +195,11 @@ class AtomicCheckpointIO(_Base):
     def save_snapshot(self, begin: Callable[[], NewFile | FilePart], snapshot: HostSnapshot, *, later: bool) -> None:
         """Write a checkpoint file, or one of several processes' part of it, in the order in which training changes it.
 
-        Args:
-            begin: makes the file, as the checkpoint is now; all processes that have a part in it call this.
-            snapshot: of tensors in it that training will change; is closed.
-            later: write it on a thread of its own, while training goes on. What ``snapshot`` does not hold is copied
-                first; if there is no room for that, it is written now. Each process decides for itself.
-
-        Raises:
-            CheckpointError: if it cannot be written, or one that was to be written later could not.
+        ``begin`` makes the file, as the checkpoint is now; all processes that have a part in it call this.
+        ``snapshot``, of tensors in it that training will change, is closed. ``later``: it is written on a thread of its
+        own, while training goes on. What ``snapshot`` does not hold is copied first; if there is no room for that, it
+        is written now. Each process decides for itself. Raises ``CheckpointError`` if it cannot be written, or one that
+        was to be written later could not.
         """
         with ExitStack() as undo:
             undo.callback(snapshot.close)

@@ -81,8 +81,7 @@ class Checkpoints(Planning, _Base):
     def check_copies(self) -> None:
         """Check that there is RAM for the copies that a plugin makes of all weights and states at every save.
 
-        Raises:
-            ConfigError: if there is not.
+        Raises ``ConfigError`` if there is not.
         """
         engine, profile = self.engine, self.profile
         files, _ = self._files()

@@ -38,15 +38,8 @@ class Order:
 class FilePart:
     """One process's part in writing a file. All processes make theirs, from the threads that drive training.
 
-    Args:
-        peers: the processes, all on one machine.
-        path: of the file.
-        checkpoint: the content; that of the first process is written.
-        copies: the host copies.
-
-    Raises:
-        CheckpointError: if there is no room, or it cannot be made.
-        ProcessError: if another process finds that out.
+    The content is that of the first process's ``checkpoint``. Raises ``CheckpointError`` if there is no room, or it
+    cannot be made, and ``ProcessError`` if another process finds that out.
     """
 
     def __init__(self, peers: Peers, path: Path, checkpoint: dict[str, Any], copies: HostCopies) -> None:
@@ -78,8 +71,7 @@ class FilePart:
     def _divided(self, others: dict[int, tuple[int, HostCopy]]) -> list[list[Order]]:
         """Return the orders for each process; the records of this one remain.
 
-        Args:
-            others: rank and host copy of the process that writes a storage, by the storage's address.
+        ``others``: rank and host copy of the process that writes a storage, by the storage's address.
         """
         assert self._new is not None
         orders: list[list[Order]] = [[] for _ in range(self._peers.size)]
@@ -98,13 +90,9 @@ class FilePart:
     def write(self, records: Iterable[Record], read: Reading) -> None:
         """Write this process's part; in the first process return when the file is complete.
 
-        Args:
-            records: those of :attr:`records`, in the order in which they are read.
-            read: encloses reading a storage.
-
-        Raises:
-            CheckpointError: if this process cannot write its part; nothing is left of the file.
-            ProcessError: if another one cannot, or has ended meanwhile.
+        ``records`` are those of :attr:`records`, in the order in which they are read; ``read`` encloses reading a
+        storage. Raises ``CheckpointError`` if this process cannot write its part; nothing is left of the file, and
+        ``ProcessError`` if another one cannot, or has ended meanwhile.
         """
         self._over = True
         if self._new is not None:

@@ -29,14 +29,8 @@ def check(path: Path, checkpoint: Mapping[str, Any], *, only: str | None = None)
     """Compare the records of the local file ``path`` with their sums, several at a time.
 
     A file without sums (no archive, or one that was written with torch's ``compute_crc32=False``) is taken as it is.
-
-    Args:
-        path: the file.
-        checkpoint: what was loaded from it, mapped.
-        only: the part whose tensors are needed; None: all. Everything else than tensors is compared in any case.
-
-    Raises:
-        ConfigError: if one differs; names the tensor.
+    ``only`` is the part whose tensors are needed; None: all. Everything else than tensors is compared in any case.
+    Raises ``ConfigError`` if one differs; names the tensor.
     """
     if not zipfile.is_zipfile(path):
         return

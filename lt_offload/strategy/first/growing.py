@@ -28,8 +28,7 @@ class Carried:
 class Growth:
     """The sizes of batches that there is room for: a step with each of them, or a larger one, was profiled.
 
-    Args:
-        sizes: those of an earlier run.
+    ``sizes`` are those of an earlier run.
     """
 
     def __init__(self, sizes: Iterable[Size] = ()) -> None:
@@ -39,10 +38,7 @@ class Growth:
     def add(self, size: Size, profile: Profile, before: Profile | None) -> Profile:
         """Return the profile to plan for, with room for all batches so far.
 
-        Args:
-            size: of the step's batch.
-            profile: of the step.
-            before: the one that was planned for until now, perhaps in an earlier run.
+        ``before`` is the one that was planned for until now, perhaps in an earlier run.
         """
         kinds = [one and (one.fingerprint, one.parts, one.tile_tokens) for one in (before, profile)]
         if not self.sizes or before is None or kinds[0] != kinds[1]:
@@ -54,10 +50,7 @@ class Growth:
     def outgrown(self, plan: Plan, batch: object, padded: bool | None = None) -> str | None:
         """Return the reason why ``plan`` may have no room for ``batch``; None if it should have.
 
-        Args:
-            plan: for the sizes so far.
-            batch: the coming one.
-            padded: whether it has padding, if that is known.
+        ``padded``: whether the batch has padding, if that is known.
         """
         size, predicted = Size.of(batch, padded), plan.predicted
         ratio = min((known.ratio(size) for known in self.sizes), default=1.0)

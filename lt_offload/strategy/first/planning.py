@@ -60,8 +60,7 @@ _BUSY = 0.1
 def settings_of(options: Mapping[str, Any]) -> Settings:
     """Return the settings of plans among the ``options`` of a strategy or of ``hf_trainer``, all of which are checked.
 
-    Raises:
-        ConfigError: if one cannot be used as given.
+    Raises ``ConfigError`` if one cannot be used as given.
     """
     check_micro_batches(options["micro_batches"], auto=True)
     check_tile_tokens(options["tile_tokens"])
@@ -152,10 +151,6 @@ class Planning(Processes):
         """Return the size of the batch to plan for, and a function that measures a step with it on trial.
 
         The function takes parts, an optimizer and earlier measurements.
-
-        Args:
-            batch: of the coming step.
-            number: of that batch.
         """
 
     def _goes_on(self) -> None:
@@ -181,10 +176,7 @@ class Planning(Processes):
     def comes(self, batch: Any, number: int = 0, padded: bool | None = None) -> None:
         """Take note of the ``batch`` of the coming step, for which there may have to be another plan.
 
-        Args:
-            batch: of the step.
-            number: of the batch.
-            padded: whether it has padding, if that is known.
+        ``padded``: whether it has padding, if that is known.
         """
         if self.plan is not None and (change := self._outdated(batch, padded)) is not None:
             self._give_up(self.plan, change)
@@ -316,11 +308,6 @@ class Planning(Processes):
 
         That is: the parts of the batch, which go through each block in turn, and what computes the output projection
         and the loss together; None: the model's own loss takes all logits.
-
-        Args:
-            structure: candidates for the model's blocks.
-            tokens: of the batch.
-            budget: bytes of the device.
         """
         before, plan = self.run_before, self._carried.plan if self._carried is not None else None
         if self.plan_path is not None:
@@ -362,10 +349,7 @@ class Planning(Processes):
     def _plan_by(self, measure: Measure, known: Profile | None, budget: int) -> None:
         """Plan for a step, and let the engine of that plan take over.
 
-        Args:
-            measure: returns the profile of the step.
-            known: an earlier profile of the machine.
-            budget: bytes of the device.
+        ``measure`` returns the profile of the step; ``known`` is an earlier one of the machine.
         """
         carried, self._carried = self._carried, None
         with planning(self._callbacks), because(carried.change) if carried is not None else nullcontext():
@@ -380,8 +364,7 @@ class Planning(Processes):
     def _choose_plan(self, measure: Measure, known: Profile | None, budget: int) -> None:
         """Measure a training step and make its plan, or take the saved one.
 
-        Raises:
-            ConfigError: if there are fewer samples than ``micro_batches``.
+        Raises ``ConfigError`` if there are fewer samples than ``micro_batches``.
         """
 
         def profiled(parts: int) -> Profile:
@@ -424,9 +407,7 @@ class Planning(Processes):
     def _warn_of_unfreezing(self, measure: Measure, budget: int) -> None:
         """Plan once more with all weights that a callback for finetuning may unfreeze, and warn if that will not fit.
 
-        Args:
-            measure: returns the profile of a step, of all weights that train then.
-            budget: bytes of the device.
+        ``measure`` returns the profile of a step, of all weights that train then.
         """
         before = self.profile
         assert before is not None
@@ -501,8 +482,7 @@ class Planning(Processes):
     def _begin_step(self) -> None:
         """Begin the step of the optimizer, for which there may be an engine by now.
 
-        Raises:
-            UnsupportedError: if gradients of a window were to be used, and its last step had no loss to plan for.
+        Raises ``UnsupportedError`` if gradients of a window were to be used, and its last step had no loss to plan for.
         """
         if self.plan is not None and self.engine is not None:
             self.engine.passes.begin_step()

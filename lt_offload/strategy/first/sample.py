@@ -65,8 +65,7 @@ def _asked(trainer: Any) -> list[Callable[[], Any]]:
 def early_batch(trainer: Any) -> Any:
     """Return a batch before training begins: the module's choice, or the first.
 
-    Raises:
-        ConfigError: if there is none, or if taking it would disturb the data's order.
+    Raises ``ConfigError`` if there is none, or if taking it would disturb the data's order.
     """
     batch = named_batch(trainer)
     return from_data(trainer, first_batch) if batch is None else batch
@@ -113,12 +112,8 @@ class SampleBatch:
 def from_data(trainer: Any, ask: Callable[[Any], Any]) -> Any:
     """Return the result of ``ask`` for the training dataloaders, without a trace in loaders, data and generators.
 
-    Args:
-        trainer: about to train.
-        ask: is called with Lightning's ``CombinedLoader`` of them.
-
-    Raises:
-        ConfigError: if the loader cannot be asked, see :func:`~lt_offload.machine.forked.in_a_fork`.
+    ``ask`` is called with Lightning's ``CombinedLoader`` of them. Raises ``ConfigError`` if the loader cannot be asked,
+    see :func:`~lt_offload.machine.forked.in_a_fork`.
     """
     kind = import_module(f"{trainer.strategy.namespace}.utilities.combined_loader").CombinedLoader
 
@@ -151,12 +146,7 @@ def measure(
 ) -> Profile:
     """Return the profile of one training iteration of ``trainer``.
 
-    Args:
-        trainer: owner of the training step.
-        sample: the batch.
-        micro_batches: parts in which each block takes the batch.
-        optimizer: the Trainer's.
-        known: earlier measurements of the machine, as arguments of :func:`lt_offload.profile`.
+    ``known`` are earlier measurements of the machine, as arguments of :func:`lt_offload.profile`.
     """
     from lt_offload.profiling.measure import profile
 
@@ -184,10 +174,7 @@ def measure(
 def untouched(trainer: Any) -> Iterator[None]:
     """Let hooks and ``training_step`` run without a trace: logs go nowhere, whatever they change is put back.
 
-    Global generators go on where they were.
-
-    Raises:
-        UnsupportedError: afterwards, if something cannot be put back.
+    Global generators go on where they were. Raises ``UnsupportedError`` afterwards, if something cannot be put back.
     """
     module, data = trainer.lightning_module, trainer.datamodule
     # A datamodule that only makes loaders is not searched: it may hold a whole data set.

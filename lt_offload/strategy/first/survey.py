@@ -50,18 +50,9 @@ def early_loss(structure: Structure, tokens: int, budget: int, device: torch.dev
 class FirstIteration:
     """A training step without a plan, which is profiled.
 
-    Args:
-        root_device: the device of the blocks.
-        settings: of plans.
-        module: the trained model.
-        structure: the candidates for the model's blocks.
-        optimizer: its optimizer.
-        known: an earlier profile, for the machine and the cost of updates.
-        plan: is called when the backward comes to the first block; installs the plan's engine and returns its passes.
-        parts: of the batch, which go through each block in turn.
-        loss: computes the last block together with the loss; None: the model does.
-        budget: bytes of the device.
-        say: is told what is being measured.
+    ``known`` is an earlier profile, for the machine and the cost of updates. ``plan`` is called when the backward comes
+    to the first block; it installs the plan's engine and returns its passes. ``loss`` computes the last block together
+    with the loss; None: the model does.
     """
 
     def __init__(
@@ -135,10 +126,8 @@ class FirstIteration:
     def measured(self, iteration: int, parts: int, optimizer: Optimizer | None = None) -> Profile:
         """Return the profile of the step, whose backward has come to the first block.
 
-        Args:
-            iteration: of the training.
-            parts: in which the plan is to take the batch.
-            optimizer: that the plan is for, with all weights that train now; None: that of the step.
+        ``parts``: in which the plan is to take the batch. ``optimizer``: the one that the plan is for, with all weights
+        that train now; None: that of the step.
         """
         self._accounting.close()
         return replace(self.step.profile(parts, optimizer), iterations=(iteration,))

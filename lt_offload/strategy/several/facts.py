@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 def facts(strategy: OffmateStrategy, trainer: Any, structure: Structure) -> dict[str, object]:
-    """Return the facts that have to be the same in all processes, by the names that users know.
-
-    Args:
-        strategy: with its optimizer.
-        trainer: about to train.
-        structure: the model's blocks.
-    """
+    """Return the facts that have to be the same in all processes, by the names that users know."""
     tensors = [*structure.tensors, *structure.rest]
     (optimizer,) = strategy.optimizers
     by_name: dict[str, object] = {
@@ -82,11 +76,7 @@ def _plain(value: object) -> object:
 def compare(all_facts: Sequence[Mapping[str, object]]) -> None:
     """Check that all processes, in the order of ranks, have said the same.
 
-    Args:
-        all_facts: values that have to be alike, by the names that users know them by.
-
-    Raises:
-        ConfigError: naming what differs, the values and the processes.
+    Raises ``ConfigError`` naming what differs, the values and the processes.
     """
     first = all_facts[0]
     for name in {name: None for facts in all_facts for name in facts}:

@@ -368,9 +368,8 @@ class Processes:
     def begins_batch(self, trainer: Any, number: int) -> None:
         """Check that all processes are at the batch with this ``number``, and go on with it.
 
-        Raises:
-            ConfigError: in the first batch of an epoch that has more batches in one process than in another; where
-                nobody knows how many there are, in the one that is the last one for some processes only.
+        Raises ``ConfigError`` in the first batch of an epoch that has more batches in one process than in another;
+        where nobody knows how many there are, in the one that is the last one for some processes only.
         """
         if self.ranks is not None:
             if trainer.current_epoch != self._epoch:
@@ -416,8 +415,7 @@ def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
 def require_common_memory(machine: Peers) -> None:
     """Check that the processes of a machine can share memory; all of them call this, before anything is loaded.
 
-    Raises:
-        ConfigError: if the system does not let them.
+    Raises ``ConfigError`` if the system does not let them.
     """
     if machine.size > 1:
         os.close(machine.share_file(lambda: _trial_file(machine.size), by=0))
