@@ -99,10 +99,7 @@ class Peers:
         self.meet(f"the barrier {name!r}" if name else "a barrier")
 
     def share_file(self, make: Callable[[], int], by: int) -> int:
-        """Return a descriptor of the file that ``make`` opens in process ``by``; it is to be closed.
-
-        Raises ``ConfigError`` if a process cannot have it.
-        """
+        """Return a descriptor of the file that ``make`` opens in process ``by``, to be closed; or ``ConfigError``."""
         mine = self.rank == by
         told = self.together(lambda: OpenFile.of(make()) if mine else None)[by]
         assert told is not None
@@ -113,10 +110,7 @@ class Peers:
         self._store.set(subject, text)
 
     def receive(self, subject: str) -> str:
-        """Wait for what another process sends, and take it away.
-
-        Raises ``ProcessError`` if another process has failed.
-        """
+        """Wait for what another process sends, and take it away; raises ``ProcessError`` if one has failed."""
         while not self._store.check([subject]):
             self.check()
             time.sleep(_LETTER_POLL_S)
@@ -131,10 +125,7 @@ class Peers:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective that has begun, or until another process has failed.
-
-        Raises ``ProcessError`` if one has.
-        """
+        """Wait for a collective that has begun; raises ``ProcessError`` if another process has failed meanwhile."""
         began, said = time.monotonic(), False
         while not work.is_completed():
             self.watch.check()

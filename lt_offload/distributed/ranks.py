@@ -147,5 +147,4 @@ class Ranks(Peers):
 
 
 def _group(ranks: Sequence[int], backend: str) -> Any:
-    """Return a new group of ``ranks``, which alone take part in making it."""
     return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)

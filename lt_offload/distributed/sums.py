@@ -79,10 +79,7 @@ def _buckets(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return all elements of ``tensor`` as a view, in the order of memory.
-
-    A gradient may be transposed or channels-last, but it lies without gaps.
-    """
+    """Return a view of all elements in the order of memory: a gradient may be transposed, but lies without gaps."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
     return tensor.detach().permute(order).view(-1)

@@ -193,7 +193,6 @@ class PeerWatch:
     # -- the store ---------------------------------------------------------------------------------------------------
 
     def _say(self, state: str | None = None) -> None:
-        """Write this process's text."""
         with self._alone():
             # Made within: the thread's text of a moment ago would stand over "closed", and the process seem killed.
             self._state, self._number = state or self._state, self._number + 1
@@ -255,7 +254,6 @@ class PeerWatch:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Wait for the next beat, or until a process of this machine ends."""
         known = [peer.ended for peer in self._peers.values() if peer.ended is not None and not peer.gone]
         with suppress(OSError):
             select.select([self._woken, *known], [], [], BEAT_S)

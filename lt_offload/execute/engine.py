@@ -206,7 +206,6 @@ class Engine(LoopCalls):
         self.installed = True
 
     def _intercept(self) -> None:
-        """Let calls of the blocks come to the engine."""
         runs = [self._wrapped(index, called(block.module)) for index, block in enumerate(self.structure.blocks)]
         if self._loss is not None:
             self._undo.append(self._loss.install(self._wrapped(len(runs) - 1, self._loss.module.forward)))
@@ -335,7 +334,6 @@ class Engine(LoopCalls):
                 self.device.drain()  # a logger's finalize() reads weights next
 
     def _close_passes(self) -> None:
-        """Drop what forwards have saved."""
         self._runs.close()
         if self._passes is not None:
             self._passes.forget_deferred()

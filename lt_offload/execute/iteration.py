@@ -209,12 +209,10 @@ class Iteration:
 
     @property
     def _updating(self) -> bool:
-        """True if a backward has begun that updates."""
         return self.state is State.BACKWARD and self.window.which == "updating"
 
     @property
     def _to_come(self) -> bool:
-        """True if a forward's backward may come."""
         return self.open() or self.waiting() > 0
 
     def _check_not_settling(self) -> None:

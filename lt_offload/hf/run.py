@@ -138,10 +138,7 @@ class Run(Training):
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """Enclose a training step on ``batch``; it is watched if there is no plan that serves.
-
-        Raises ``ConfigError`` if it is watched and has no backward.
-        """
+        """Enclose a step on ``batch``, watched if no plan serves; raises ``ConfigError`` if that has no backward."""
         with ExitStack() as around:
             first = self._enter(batch, around)
             yield
@@ -234,10 +231,7 @@ class Run(Training):
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Hold the memory of an evaluation's step against the budget.
-
-        Raises ``OverBudget`` with the settings that help.
-        """
+        """Hold an evaluation's step against the budget; an ``OverBudget`` names the settings that help."""
         if self.engine is None:
             yield
             return

@@ -30,7 +30,6 @@ class Offloaded:
 
     @property
     def _theirs(self) -> Any:
-        """The methods of the user's class."""
         return super()
 
     # -- where the model is ------------------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ def _is_prepared(optimizer: Optimizer) -> bool:
 
 
 def _verdict(optimizer: Optimizer) -> str:
-    """Return the verdict of a trial of ``optimizer``."""
     # Here, as it loads torch: the table is read without.
     from lt_offload.model.optimizers import tried
 

@@ -83,10 +83,7 @@ _EXACT_HOOKS = (
 
 
 def check_call(block: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call of ``block`` in training by its arguments, and by hooks that would change what it saves.
-
-    Raises ``UnsupportedError`` naming the argument or the hook.
-    """
+    """Refuse a call of ``block`` in training by its arguments, and by hooks that would change what it saves."""
     # Here, as the table is also read where torch is not loaded.
     from lt_offload.compat.torch import top_saved_tensors_hooks
 

@@ -58,10 +58,7 @@ class Limit:
 
 
 def check(scope: Scope, run: Setup, *, training: bool = True) -> None:
-    """Raise for everything in ``run`` that is not supported, all in one error.
-
-    Raises ``UnsupportedError`` with one line per setting: the setting, its value, why, and what works instead.
-    """
+    """Raise ``UnsupportedError`` for everything in ``run`` that is not supported, with one line per setting."""
     rows = [limit for limit in LIMITS if limit.scope == scope and (training or not limit.training_only)]
     problems = [str(limit.error(setting)) for limit in rows if (setting := limit.recognise(run)) is not None]
     if problems:

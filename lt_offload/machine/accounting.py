@@ -50,8 +50,6 @@ lives), its workspace, and whether it calls others. An operation's own hash woul
 
 
 class _Charge(weakref.ref[torch.UntypedStorage]):
-    """A storage under account."""
-
     __slots__ = ("key", "nbytes", "serial")
     key: int
     nbytes: int

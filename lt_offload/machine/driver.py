@@ -97,10 +97,7 @@ def warm_up(device: torch.device) -> None:
 
 
 def in_what_room(measure: Callable[[int], _Result], most: int, *, least: int) -> _Result:
-    """Return ``measure(most)``, or of half as much, a quarter and so on, whatever a device has memory for.
-
-    Raises ``torch.OutOfMemoryError`` if ``least`` is too much.
-    """
+    """Return ``measure(most)``, or of a half, a quarter and so on, down to ``least``, as a device has memory for it."""
     size = most
     while True:
         try:

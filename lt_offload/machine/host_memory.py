@@ -135,10 +135,7 @@ class HostMemory:
         return self._tensor(pages, start, shape, dtype)
 
     def group(self, members: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the bytes of uninitialised tensors of the given (shape, dtype) side by side, and the tensors.
-
-        Each begins at a multiple of ``ALIGNMENT`` and has a storage of its own.
-        """
+        """Return the bytes of uninitialised (shape, dtype) side by side, each at an ``ALIGNMENT``, and the tensors."""
         starts = [0]
         for shape, dtype in members:
             starts.append(round_up(starts[-1] + math.prod(shape) * dtype.itemsize, ALIGNMENT))

@@ -75,7 +75,6 @@ def memory_node_near(address: str, root: Path, *, allowed: frozenset[int]) -> Me
 
 
 def _allowed() -> frozenset[int]:
-    """Return the cores that this process may use."""
     return frozenset(os.sched_getaffinity(os.getpid()))
 
 

@@ -9,10 +9,7 @@ from typing import Any
 
 
 class Replaced:
-    """An attribute that is another one while a context is open anywhere, in whichever thread.
-
-    ``owner`` returns the class or module that has it, ``make`` what takes the place of the original.
-    """
+    """An attribute that is another one, made of the original, while a context is open anywhere, in any thread."""
 
     def __init__(self, owner: Callable[[], Any], name: str, make: Callable[[Any], Any]) -> None:
         self._owner, self._name, self._make = owner, name, make

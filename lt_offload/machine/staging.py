@@ -96,7 +96,6 @@ class Staging:
 
 
 def _plain(target: Tensor, source: Tensor) -> bool:
-    """Return whether the copy is one of bytes in order."""
     return target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous()
 
 
@@ -115,6 +114,5 @@ def _next(ring: deque[_StagingBuffer]) -> _StagingBuffer:
 
 
 def _empty_into(buffer: _StagingBuffer, target: Tensor) -> None:
-    """Empty ``buffer`` into ``target`` once its bytes are there."""
     buffer.free.synchronize()
     target.copy_(buffer.memory[: target.numel()])

@@ -19,10 +19,7 @@ from lt_offload.errors import UnsupportedError
 
 
 def zero_copy_view(host: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device`` whose storage is the memory of ``host``.
-
-    Raises ``UnsupportedError`` if the driver does not map this memory.
-    """
+    """Return the memory of ``host`` as a tensor on ``device``; ``UnsupportedError`` if the driver does not map it."""
     if not host.is_contiguous():
         raise UnsupportedError("a tensor that is not contiguous cannot be read in host memory; call .contiguous()")
     if host.numel() == 0:

@@ -249,7 +249,6 @@ def held_by_nodes(out: Any) -> Iterator[Tensor]:
 
 
 def _nodes(out: Any) -> Iterable[Any]:
-    """Return the nodes of the graph of ``out``, each once."""
     roots = [tensor.grad_fn for tensor in tensors_of(out)]
     return {id(node): node for node in (*roots, *(node for node, _ in edges(roots))) if node is not None}.values()
 

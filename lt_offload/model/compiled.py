@@ -39,10 +39,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def obstacle(model: nn.Module, blocks: str | None = None) -> str | None:
-    """Return what is compiled in ``model`` in another way than block by block with code that is always the same.
-
-    ``blocks`` is the name of what holds its layers, if the user has given one.
-    """
+    """Return what is compiled otherwise than block by block with code that is always the same."""
     compiled = {
         module: name or type(model).__name__
         for name, module in model.named_modules()
@@ -217,5 +214,4 @@ def _itself(value: Any) -> Any:
 
 
 def _entry(module: nn.Module) -> str:
-    """Return the attribute through which a call of ``module`` goes."""
     return COMPILED_CALL if is_compiled(module) else "forward"

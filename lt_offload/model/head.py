@@ -175,10 +175,7 @@ def in_chunks(hidden: Tensor, weight: Tensor, chunk: int) -> bool:
 
 
 class HeadLoss(nn.Module):
-    """The projection ``head`` with the loss of a causal language model: from hidden states to the loss.
-
-    ``chunk``: tokens of which logits exist together; 0: all of them (option ``fused``).
-    """
+    """The projection ``head`` with a causal loss; ``chunk``: tokens of which logits exist together, 0: all."""
 
     def __init__(self, head: nn.Linear, chunk: int = 0) -> None:
         super().__init__()

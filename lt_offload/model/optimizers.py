@@ -119,7 +119,6 @@ def _draws(optimizer: Optimizer, index: int, shape: tuple[int, ...], dtype: torc
 
 
 def _held(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the generators of random numbers that are attributes or options of ``optimizer``."""
     for place in (vars(optimizer), *optimizer.param_groups):
         for value in place.values():
             if is_generator(value):
@@ -213,7 +212,6 @@ def _stepped_idly(optimizer: Optimizer, *, empty: bool = False) -> tuple[bool, l
 
 
 def _counted(twin: Optimizer) -> list[Any]:
-    """Return the numbers in options, attributes and entries of no parameter."""
     places = [*twin.param_groups, vars(twin), of_none(twin)]
     values = [value for place in places for key, value in place.items() if key not in _OWN]
     numbers = [value for value in values if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)]
@@ -247,10 +245,7 @@ def twin_of(
     state: defaultdict[Any, Any],
     alone: Mapping[Tensor, Mapping[str, Any]] | None = None,
 ) -> Optimizer:
-    """Return an optimizer of the same class and options over ``stands``, without hooks.
-
-    ``alone`` are options of single ones, see :func:`own_options`.
-    """
+    """Return an optimizer of the same class and options over ``stands``, without hooks; some have own options."""
     # Not by its constructor, whose arguments nobody has kept.
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update(vars(optimizer))

@@ -129,10 +129,7 @@ def activations_of(leaves: Sequence[Any], positional: int) -> tuple[int, ...]:
 
 
 class CacheCostly(OperationMode):
-    """Runs a forward and keeps the results of its costly operations (option ``mixed``).
-
-    ``keep`` returns what is kept in the place of what such an operation returns, leaf by leaf.
-    """
+    """Runs a forward and keeps what ``keep`` makes of the results of its costly operations (option ``mixed``)."""
 
     beside_compiled = False
 

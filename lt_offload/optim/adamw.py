@@ -182,11 +182,7 @@ class AdamW(Optimizer):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss anew and returns it.
-        """
+        """Update all parameters that have a gradient; ``closure`` computes the loss anew and returns it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

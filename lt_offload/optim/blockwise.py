@@ -144,6 +144,5 @@ def encode(numbers: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def _padded(flat: Tensor) -> Tensor:
-    """Return a row per block, the last one filled up with zeros."""
     missing = -flat.numel() % BLOCK
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)

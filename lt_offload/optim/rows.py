@@ -92,7 +92,6 @@ def _parts(whole: Entry, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
 
 
 def _pieces(whole: Entry, parts: Sequence[tuple[int, int, int]]) -> Iterator[Entry]:
-    """Yield the parts as entries."""
     grad, shown = whole.grad.view(-1), whole._replace(grad=whole.param)
     for first, size, begin in parts:
         yield plain.piece(shown, first, first + size)._replace(grad=grad[begin : begin + size])

@@ -53,8 +53,6 @@ class BlockCost:
 
 @dataclass(kw_only=True, slots=True)
 class _Figures:
-    """One option's figures."""
-
     option: OptionProfile
     """All that it saves stays on the device."""
     travelling: int
@@ -220,12 +218,10 @@ def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> _Figur
 
 
 def _launch(runs: Sequence[tuple[Lap, Lap]], which: Literal[0, 1]) -> float:
-    """Return the seconds that the host needs to launch a forward (0) or a backward (1)."""
     return min(run[which].launch_s for run in runs)
 
 
 def _seconds(run: tuple[Lap, Lap]) -> float:
-    """Return the seconds of a forward and backward."""
     return sum(lap.seconds for lap in run)
 
 

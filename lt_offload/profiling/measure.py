@@ -290,8 +290,6 @@ class _Interface(BlockNode):
 
 
 class _PrivateEntry(EntryNode):
-    """The node of an activation in the graph of a block."""
-
     @staticmethod
     @override
     def forward(ctx: Any, anchor: Tensor, x: Tensor, index: int) -> Tensor:

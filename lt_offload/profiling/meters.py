@@ -111,7 +111,6 @@ class Stopwatch:
         return lap
 
     def _mark(self) -> Any:
-        """Return an event at the end of what was launched."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -243,8 +243,6 @@ class _Answers(OperationMode):
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A tensor that is updated for a trial, and its optimizer."""
-
     optimizer: Optimizer
     place: tuple[int, int]
     """The group of the parameter that it stands for, and its position in that group."""
@@ -465,7 +463,6 @@ def _cut(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:
-    """Return parameter bytes per second."""
     watch = Stopwatch(device)
     stand_in.step()  # makes the state
     stand_in.update()  # loads the kernel

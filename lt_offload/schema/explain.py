@@ -123,13 +123,11 @@ def brief(plan: Plan) -> str:
 
 
 def _own(plan: Plan) -> str:
-    """Return the part of the RAM that is the process's own, in words."""
     own = plan.process_bytes
     return f", {format_bytes(own)} of it for Python, PyTorch and libraries" if own else ""
 
 
 def _time(plan: Plan) -> str:
-    """Return a sentence about the duration of an iteration."""
     if not plan.predicted.iteration_s:
         return "It was not simulated."
     unit = "An iteration" if plan.accumulate == 1 else f"A {plan.unit}"
@@ -137,7 +135,6 @@ def _time(plan: Plan) -> str:
 
 
 def _seconds(plan: Plan) -> str:
-    """Return the duration of an iteration."""
     return f"{'about ' if plan.estimated else ''}{format_seconds(plan.predicted.iteration_s)}"
 
 

@@ -45,10 +45,7 @@ def to_json(obj: Any) -> str:
 
 
 def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T:
-    """Return an instance of the dataclass ``cls`` from JSON; errors name the ``source``.
-
-    Raises ``PlanError`` if the text is not JSON, is of another version than ``schema``, or does not fit ``cls``.
-    """
+    """Return a ``cls`` from JSON of this ``schema``; else ``PlanError``, which names the ``source``."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -99,11 +96,7 @@ def load_json(
     schema: int,
     problems: Callable[[T], Iterator[str]] | None = None,
 ) -> T:
-    """Read an instance of ``cls``, of the version ``schema``, from ``path``.
-
-    Raises ``PlanError`` if the file is missing, is no valid ``cls`` of this version, or has one of the ``problems``
-    beyond its types.
-    """
+    """Read a ``cls`` of this ``schema`` that has none of the ``problems``; else ``PlanError``, naming the file."""
     try:
         text = Path(path).read_bytes()
     except OSError as error:

@@ -502,7 +502,6 @@ class Plan:
         return f"<Plan for {self.model}: {headline(self)}>"
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook shows."""
         from lt_offload.schema.explain import brief
 
         return f'<pre style="white-space:pre-wrap">{escape(brief(self))}</pre>'

@@ -43,10 +43,7 @@ BlockKind = Literal["embedding", "layer", "head", "other"]
 
 
 def fingerprint(tensors: Sequence[tuple[tuple[int, ...], str, bool, tuple[int, ...]]], blocks: int) -> str:
-    """Return the identity of a model structure.
-
-    ``tensors`` are (shape, dtype, trainable, indices of the blocks that use it).
-    """
+    """Return the identity of a structure: (shape, dtype, trainable, blocks that use it) of its ``tensors``."""
     # Of built-in types alone, so that the text, and with it the identity, is the same on every machine.
     return hashlib.sha256(repr([*tensors, blocks]).encode()).hexdigest()[:16]
 

@@ -43,10 +43,7 @@ _SOME_BATCHES = 1000
 
 
 class BatchSize:
-    """The attribute, or hyperparameter, ``batch_size`` of the object that makes the training loader.
-
-    Raises ``ConfigError`` if there is none, or if it would have no effect.
-    """
+    """The attribute, or hyperparameter, ``batch_size`` of what makes the training loader; or ``ConfigError``."""
 
     def __init__(self, trainer: Any, setting: object) -> None:
         source = data_source(trainer)
@@ -100,10 +97,7 @@ def _holders(owner: Any) -> Sequence[tuple[Callable[[], Any], Callable[[int], No
 
 
 def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> tuple[int, int] | None:
-    """Return batch size and batches per update of the run to resume, or of a saved plan; None if there is neither.
-
-    Raises ``ConfigError`` if the checkpoint does not say its size, or the plan is for another one.
-    """
+    """Return batch size and batches per update of the run to resume, or of a saved plan; None without both."""
     run = Before.of(loaded_checkpoint(trainer).get(KEY))
     plan = None if plan_path is None else Plan.load(plan_path)
     before, planned = run.batch_size, None if plan is None else plan.batch_size

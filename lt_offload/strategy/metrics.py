@@ -127,7 +127,6 @@ class Metrics(_Base):
             self.loss.note(outputs, trainer.global_step + adds_up(trainer))
 
     def _check_loss(self, trainer: Any) -> None:
-        """Warn once, if a loss has not been finite."""
         if self._warned or not (step := self.loss.first):
             return
         self._warned = True
@@ -147,7 +146,6 @@ class Metrics(_Base):
         return ["a lower learning rate", *clip, *full]
 
     def _log_engine(self, engine: Any) -> None:
-        """Log the figures of the last iteration of ``engine``, which has a plan."""
         for name, value in figures(engine).items():
             self._log(name, value)
         if (norm := engine.stats.grad_norm) is not None:

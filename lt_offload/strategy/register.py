@@ -117,7 +117,6 @@ def _refuse_fabric(**options: Any) -> None:
 
 
 def _build(namespace: str, **options: Any) -> Any:
-    """Return the strategy for the Trainer of ``namespace``."""
     return _classes().strategy_class(namespace)(**options)
 
 

@@ -58,10 +58,7 @@ class Correction:
 
 
 class Replanning:
-    """The correction of a plan by the first iterations of its run.
-
-    The ``memory`` of ``settings`` is not read, as the budget stays what it is.
-    """
+    """The correction of a plan by the first iterations of its run; of its budget nothing changes."""
 
     def __init__(self, settings: Settings, profile: Profile) -> None:
         self.over = False

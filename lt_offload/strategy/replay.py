@@ -88,10 +88,7 @@ def check_no_plan(path: str | Path | None, change: str) -> None:
 
 
 def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
-    """Return the saved plan at ``path``.
-
-    Raises ``PlanError`` if it is no plan, is of another model, or does not fit today's batch or memory.
-    """
+    """Return the saved plan at ``path``; raises ``PlanError`` if it does not fit today's model, batch or memory."""
     plan = load_plan(path, memory)
     if plan.fingerprint != profile.fingerprint:
         raise PlanError(
@@ -166,10 +163,7 @@ class Before:
         )
 
     def train_as_before(self, module: nn.Module, optimizers: Iterable[Optimizer], way_out: str) -> None:
-        """Freeze and unfreeze weights as they were when the checkpoint was written.
-
-        Raises ``ConfigError`` if weights that were trained are in no optimizer now; ends with ``way_out``.
-        """
+        """Freeze and unfreeze weights as in the checkpoint; ``ConfigError`` if no optimizer has one that trained."""
         trained = self.trained
         if trained is None:
             return

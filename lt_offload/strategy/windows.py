@@ -29,10 +29,7 @@ def fitting(trainer: Any) -> bool:
 
 
 def settings_from_trainer(settings: Settings, trainer: Any) -> Settings:
-    """Return ``settings`` with the micro-batches and the clipping of ``trainer``.
-
-    Raises ``ConfigError`` if it asks for a clipping, or a number of micro-batches, that there is not.
-    """
+    """Return ``settings`` with the micro-batches and the clipping of ``trainer``, checked."""
     value = trainer.gradient_clip_val
     if value is not None and not value >= 0:
         raise ConfigError(f"gradient_clip_val={value} must be more than 0, or None to leave gradients as they are")
@@ -147,7 +144,6 @@ def _clips_by_norm(trainer: Any) -> bool:
 
 
 def _clips_by_hook(trainer: Any) -> bool:
-    """Return whether the module decides itself how gradients are clipped."""
     module = trainer.lightning_module
     return module is not None and limits.overrides(module, "configure_gradient_clipping")
 
@@ -258,7 +254,6 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
 
 @contextmanager
 def _attribute(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Let ``owner`` have this attribute of its own within the context."""
     before = dict(vars(owner))
     vars(owner)[name] = value
     try:

@@ -61,10 +61,7 @@ class DeferredForward:
 
 
 class DeferredForwards:
-    """The deferred forwards of an engine, until they have had their backward.
-
-    There may be ``count`` at a time; ``watch`` is told what each block is called with.
-    """
+    """The deferred forwards of an engine, ``count`` at a time at most, until they have had their backward."""
 
     def __init__(
         self,

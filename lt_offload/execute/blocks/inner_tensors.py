@@ -84,11 +84,7 @@ class InnerTensors:
         self._marked.append(marked)
 
     def recomputed(self) -> None:
-        """Compare with what the run with a graph has left there.
-
-        Raises:
-            UnsupportedError: if the loss has used a tensor, or may have used one that nobody expected to require grad.
-        """
+        """Compare with what a run with a graph has left; refuses losses that have used, or may have used, a tensor."""
         graded = self._graded
         for marked in self._marked:
             if graded.get(marked.location.owner):

@@ -242,10 +242,7 @@ class BlockRun:
         return here or (outputs is not None and self.sources is not None)
 
     def take_again(self, outputs: Sequence[Tensor] | None) -> list[list[Tensor]]:
-        """Return the inputs of each slice once more: saved, or rows of the previous block's outputs.
-
-        ``outputs`` are those of the previous block, which has run again just now.
-        """
+        """Return the inputs of each slice once more: saved, or rows of what the previous block returned just now."""
         assert self.can_recompute(outputs)
         inputs_of_slices: list[list[Tensor]] = []
         for at, part in enumerate(self.slices):
@@ -288,10 +285,7 @@ class BlockRun:
 
     @contextmanager
     def repeated(self, inputs: Sequence[Tensor], *, graph: bool) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Enclose another run of the whole batch by somebody else, who sees and draws what this one did.
-
-        Yields the arguments.
-        """
+        """Enclose another run by somebody else, who sees and draws what this one did; yields the arguments."""
         (whole,) = self.slices
         entered = [x.detach().requires_grad_(need) for x, need in zip(inputs, self._needs_grad, strict=True)]
         args, kwargs = self._arguments(whole, entered)
@@ -331,10 +325,7 @@ class BlockRun:
         return gradients
 
     def end(self) -> None:
-        """Let go of everything, after another run of the call by somebody else has had the backward.
-
-        Raises ``UnsupportedError`` if the loss has used a tensor from inside.
-        """
+        """Let go of everything, after another run has had the backward; refuses losses of tensors from inside."""
         for part in self.slices:
             part.check_inner()
         self.close()
@@ -495,7 +486,6 @@ class BlockRun:
         return arguments
 
     def _rows(self, part: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the activation inputs of a slice."""
         cut = self._cut
         if cut is None:
             return list(inputs)

@@ -74,11 +74,7 @@ class BlockRuns:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> BlockRun:
-        """Return the run of a block that is about to run for the first time.
-
-        Raises:
-            PlanError: if the plan saves nothing of it, and recomputing the previous block would not give its input.
-        """
+        """Return the run of a block that is about to run first; ``PlanError`` if its input could not be had again."""
         run = self._make(self._blocks[index], forward, weights, args, kwargs)
         if self._last_output is not None:
             run.sources = self._last_output.sources(run.inputs)
@@ -107,10 +103,7 @@ class BlockRuns:
         kwargs: dict[str, Any],
         previous: BlockOutput | None,
     ) -> BlockRun:
-        """Return the run of a block of a forward that will run again as a whole: see ``deferred.py``.
-
-        ``previous`` is what the block before has returned in that forward.
-        """
+        """Return the run of a block of a forward that will run again as a whole (``deferred.py``)."""
         block = replace(self._blocks[index], option="recompute", recomputed=True, cutter=None)
         run = self._make(block, forward, weights, args, kwargs)
         if previous is not None:
@@ -146,10 +139,7 @@ class BlockRuns:
         return None if ref is None else ref()
 
     def recompute(self, op: Op, anchor: Tensor, outputs: list[Tensor] | None) -> list[Tensor]:
-        """Recompute a block and return its outputs; those of the previous block, ``outputs``, are emptied.
-
-        Raises ``PlanError`` if its input is gone.
-        """
+        """Recompute a block and return its outputs; those of the previous block, ``outputs``, are emptied."""
         assert op.save is not None
         run = self.find(op.block)
         if run is None or not run.can_recompute(outputs):

@@ -108,10 +108,7 @@ class Slice:
         return [x.restore() if isinstance(x, Moved) else x for x in saved]
 
     def catch(self, slot: int, grad: Tensor) -> None:
-        """Remember the gradient of an activation input.
-
-        Raises ``UnsupportedError`` if it comes by another way than the block's outputs.
-        """
+        """Remember the gradient of an activation input; refuses one that comes from inside the block."""
         if not self.in_backward:
             raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.block.name}")
         self.input_grads[slot] = grad
@@ -142,18 +139,12 @@ class Slice:
             raise limits.REWRITTEN.error(f"buffer {buffer} of block {self.block.name}")
 
     def check_outputs(self, out: Any) -> None:
-        """Compare what a second run has returned with what the first did.
-
-        Raises ``UnsupportedError`` if its numbers are others.
-        """
+        """Compare what a second run has returned with the first's; raises ``UnsupportedError`` if they differ."""
         if self.sums is not None:
             self.block.repeats.compare(self.block.name, self.sums, tensors_of(out))
 
     def check_inner(self) -> None:
-        """Compare tensors that the first run has left in attributes with what a run with a graph has left there.
-
-        Raises ``UnsupportedError`` if the loss has used one.
-        """
+        """Compare what the first run left in attributes with a run with a graph; refuses losses that have used it."""
         if self.inner is not None:
             self.inner.recomputed()
 

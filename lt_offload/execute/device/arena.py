@@ -50,10 +50,7 @@ class Arena:
         return sum(buffer.nbytes for buffer in self._used.values())
 
     def place(self, offset: int, nbytes: int, label: str) -> Buffer:
-        """Take a range; return it, with its former users as ``releases``.
-
-        Raises ``OverBudget`` if the range is not inside the arena or not free.
-        """
+        """Take a range, with its former users as ``releases``; raises ``OverBudget`` if it is not free, or outside."""
         assert offset % ALIGNMENT == 0, f"offset {offset} of {label} is not a multiple of {ALIGNMENT}"
         end = offset + nbytes
         if end > self.extent:

@@ -327,10 +327,7 @@ class ActivationOffloader:
         )
 
     def arrived(self, storage: MovedStorage) -> Tensor:
-        """Order the compute lane after the copies back, of all storages or of this one, which is returned.
-
-        Raises ``UnsupportedError`` if nobody has planned them: this is not the block's own backward.
-        """
+        """Order the compute lane after the copies back, of all storages or of this one; refuses other backwards."""
         if self._op is not None and storage.device is None:
             at = next(at for at, other in enumerate(self._storages) if other is storage)
             self._bring(self._op, [storage], [self._places[at]], storage.nbytes)
@@ -369,7 +366,6 @@ def given_back(kept: Any) -> Any:
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` without its graph."""
     if not dispatch_modes():  # mostly; to leave modes takes longer than all of it
         return tensor.data
     with _no_modes():

@@ -93,10 +93,7 @@ def contents(rows: Sequence[Sequence[Tensor]]) -> list[int]:
 
 
 def check_alike(labels: Sequence[str], told: Sequence[Sequence[int]]) -> None:
-    """Check that all processes have ``told`` the same :func:`contents` of the tensors with these ``labels``.
-
-    Raises ``UnsupportedError`` naming the first that differs.
-    """
+    """Check that all processes ``told`` the same :func:`contents` of what has these ``labels``; or say which not."""
     first, *others = told
     for at, label in enumerate(labels):
         for rank, row in enumerate(others, 1):
@@ -345,10 +342,7 @@ class Common:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def begin_updates(self, *, beside: bool) -> list[Weight]:
-        """Begin a round of updates; return what :meth:`publish` does.
-
-        ``beside``: each waits by itself until no process reads what it updates; else that is awaited here for all.
-        """
+        """Begin a round of updates; ``beside``: each waits until nobody reads what it changes, else all do so here."""
         if not beside:
             fetched = distinct(weight.group.last_fetch for weight in self.trained)
             self._device.synchronize(self._device.mark(), *fetched)

@@ -244,10 +244,7 @@ class LiveGroup:
         return all(member.unchanged(state(member.weight)) for member in self.members if isinstance(member, States))
 
     def refresh(self, state: Callable[[Weight], dict[str, Any]]) -> int:
-        """Adopt the states that the optimizer has now, as ``state`` says, if these are states.
-
-        Returns how many of its members now lie in other memory.
-        """
+        """Adopt the states that the optimizer has now, as ``state`` says; return how many members have other memory."""
         return sum(member.refresh(state(member.weight)) for member in self.members if isinstance(member, States))
 
 

@@ -134,7 +134,6 @@ def _follows(one: LiveGroup, other: LiveGroup) -> bool:
 
 
 def _range(first: LiveGroup, last: LiveGroup) -> Pair:
-    """Return the bytes from the beginning of ``first`` to the end of ``last``."""
     assert first.buffer is not None
     nbytes = _offset(last) - _offset(first) + last.nbytes
     with torch.inference_mode(False):

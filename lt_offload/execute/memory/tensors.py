@@ -226,10 +226,7 @@ class States(Viewed[dict[Place, Tensor]]):
         return bool(self.known)
 
     def refresh(self, state: dict[str, Any]) -> bool:
-        """Adopt the tensors of the optimizer's ``state`` dictionary, if they are not the known ones.
-
-        Returns whether they now lie in other memory.
-        """
+        """Adopt the tensors of ``state``, if they are not the known ones; return whether they lie in other memory."""
         if self.unchanged(state):
             return False
         tensors = _movable(state)
@@ -412,7 +409,6 @@ def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where each begins."""
     starts = [0]
     for tensor in tensors:
         starts.append(starts[-1] + round_up(tensor.nbytes, STATE_ALIGNMENT))
@@ -420,7 +416,6 @@ def _starts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """Return a tensor like ``like`` at byte ``start`` of ``memory``."""
     nbytes = math.prod(like.shape) * like.dtype.itemsize
     with torch.inference_mode(False):
         # Kept for training, whichever mode it is made in: a tensor that is made in inference mode may not be written to

@@ -49,10 +49,7 @@ class Handover:
         self._guard, self._setup, self._view, self.staying = guard, setup, view, staying
 
     def changed(self, optimizer: Optimizer) -> str | None:
-        """Return what has changed since the engine was installed that only another plan can follow; None: nothing.
-
-        ``optimizer`` is the one that is in use now.
-        """
+        """Return what has changed since the installation that only another plan can follow; None: nothing."""
         with self._guard.suspended:
             return self._setup.changed(optimizer)
 
@@ -117,10 +114,7 @@ class Handover:
         return not self._iteration.under_way and not self.staying and not self._guard.held
 
     def take_in(self) -> None:
-        """Let host copies be what users have assigned to parameters: the engine is about to be closed.
-
-        Raises ``UnsupportedError`` if a parameter was given other values than it can have.
-        """
+        """Let host copies be what users have assigned to parameters: the engine is about to be closed."""
         with self._guard.suspended:
             self._guard.begin()
 

@@ -182,10 +182,7 @@ class LoopCalls(ABC):
     # -- param.grad --------------------------------------------------------------------------------------------------
 
     def show(self) -> None:
-        """Let ``param.grad`` be the sum of gradients of the present window so far, which may be edited.
-
-        Raises ``UnsupportedError`` if updates do not wait.
-        """
+        """Let ``param.grad`` be the sum of the window's gradients so far, to be edited, in plans whose updates wait."""
         self._require_waiting("show_gradients")
         with self._guard.suspended:
             self._gradient_view.discard()
@@ -193,10 +190,7 @@ class LoopCalls(ABC):
             self._gradient_view.show()
 
     def show_clipped(self) -> None:
-        """Let ``param.grad`` be what updates will use, clipped as has been said by now, which may be edited.
-
-        Raises ``UnsupportedError`` if updates do not wait.
-        """
+        """Let ``param.grad`` be what updates will use, clipped by now, to be edited, in plans whose updates wait."""
         self._require_waiting("show_clipped_gradients")
         with self._guard.suspended:
             self.passes.end()

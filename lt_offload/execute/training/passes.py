@@ -141,10 +141,7 @@ class Passes:
     # -- forwards ----------------------------------------------------------------------------------------------------
 
     def forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run one block in training.
-
-        Raises ``UnsupportedError`` if the call is none that the plan can follow.
-        """
+        """Run one block in training; raises ``UnsupportedError`` for a call that the plan cannot follow."""
         deferred = self._deferred
         step, presence = self._forwards[index]
         if index == 0:
@@ -226,10 +223,7 @@ class Passes:
     # -- a step that began without a plan ----------------------------------------------------------------------------
 
     def take_survey(self, shared: SharedInputs, forwards: Sequence[SurveyedForward]) -> None:
-        """Carry out the backwards of ``forwards``, which ran before there was a plan; their losses wait.
-
-        ``shared`` is what several of these were called with.
-        """
+        """Carry out the backwards of ``forwards``, which ran before there was a plan, with ``shared`` arguments."""
         with self._guard.suspended:
             self._iteration.check_forward()
             self._enter()
@@ -373,10 +367,7 @@ class Passes:
             self.of_all.add_up(by_updates=not shown)
 
     def update(self, *, keep: bool) -> bool:
-        """End the pass that updates; return whether there was something to update with.
-
-        ``keep``: what updates that have waited use can be shown afterwards.
-        """
+        """End the pass that updates; return whether there was one. ``keep``: what waiting updates use can be shown."""
         if self._window.delayed or not self._iteration.ran_backward:
             return self._settle(keep=keep)
         self._iteration.check_step()  # a step of ours, too, must leave no forward waiting
@@ -387,10 +378,7 @@ class Passes:
         return True
 
     def complete_rest(self, *, keep: bool = False) -> None:
-        """Let gradients outside the blocks be those of all processes before a step uses them.
-
-        ``keep`` is that of :meth:`update`.
-        """
+        """Let gradients outside the blocks be those of all processes before a step; ``keep`` is :meth:`update`'s."""
         if self.of_all is None or not self.of_all.has_rest or not self._iteration.ran_backward:
             return
         if self._window.delayed:

@@ -128,8 +128,6 @@ class CommonUpdates:
 
 
 class _Form:
-    """The form of a tensor, for whoever has not seen it."""
-
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.count = tuple(tensor.shape), tensor.dtype, tensor.numel()
         self.room = round_up(tensor.nbytes, ALIGNMENT)

@@ -164,10 +164,7 @@ class Gradients:
         return torch.stack(sums).sum().sqrt() if sums else None
 
     def begin_block(self, weights: Sequence[Weight]) -> None:
-        """A block's backward begins, which gives ``weights`` gradients, each once.
-
-        Raises ``UnsupportedError`` if one of them has a gradient already, which somebody has set.
-        """
+        """A block's backward begins, which gives ``weights`` gradients, each once; refuses those that have one."""
         for weight in weights:
             if weight.param.grad is not None:
                 raise limits.SET_GRADIENT.error(f"{weight.label} has a gradient before the backward")
@@ -445,10 +442,7 @@ def _filled(weight: Weight) -> bool:
 
 
 def _collect(gradients: ref[Gradients], index: int, param: Tensor) -> None:
-    """Take what a block's backward has found for a weight.
-
-    Raises ``UnsupportedError`` if no block's backward is to give it one.
-    """
+    """Take what a block's backward has found for a weight; refuses gradients from anywhere else."""
     collector = gradients()
     if collector is None:
         return

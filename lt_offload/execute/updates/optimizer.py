@@ -187,10 +187,7 @@ class Updates:
         self._frozen = groups, self._attributes(), of_none(self.optimizer)
 
     def end_iteration(self, weights: Iterable[Weight]) -> None:
-        """Let updates use what there is then, again.
-
-        Raises ``UnsupportedError`` if a plain step would have changed one of ``weights`` that had no gradient.
-        """
+        """Let updates use what there is then, again; refuses optimizers that change weights without a gradient."""
         self._frozen = None
         updated, self._updated = self._updated, set()
         for weight in weights if self.without_gradients and updated else ():
@@ -245,10 +242,7 @@ class Updates:
     def prepare_rows(
         self, weight: Weight, *, begins: bool
     ) -> Callable[[Tensor, Sequence[tuple[int, int]], bool], None]:
-        """Return a function that updates rows of ``weight`` on the host, with the group options of this moment.
-
-        ``begins``: these are the first rows of this iteration; those that follow have the same state.
-        """
+        """Return a function that updates rows of ``weight`` on the host, perhaps the first of an iteration."""
         self._updated.add(weight.index)
         self._bring_scalars_home([weight])
         if begins:
@@ -465,6 +459,5 @@ def _with_own_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(known: Sequence[Tensor], state: dict[str, Any]) -> bool:
-    """Return whether the tensors of ``state`` are those among ``known``."""
     tensors = tensors_of(state).values()
     return len(tensors) == len(known) and all(map(is_, tensors, known))

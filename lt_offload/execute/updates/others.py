@@ -42,10 +42,7 @@ _FILLED, _ON_DEVICE = 1, 2
 
 
 class SumsOfAll:
-    """Adds up the gradients of all processes.
-
-    ``rest`` are parameters outside the blocks, by their names, which have ordinary gradients.
-    """
+    """Adds up the gradients of all processes; those of ``rest``, outside the blocks, are ordinary ones."""
 
     def __init__(
         self,
@@ -153,10 +150,7 @@ class SumsOfAll:
         self._collect(self._gradients_of_rest(self._states_of_all([])))
 
     def _states_of_all(self, of_sums: list[int]) -> list[tuple[int, ...]]:
-        """Return what all processes say of each sum and of each parameter outside the blocks.
-
-        Raises ``UnsupportedError`` if such a parameter has other values in one of them.
-        """
+        """Return what all processes say of each sum and parameter outside the blocks; refuses other values."""
         own = [*of_sums, *(_FILLED * (param.grad is not None) for param in self._rest)]
         with plain_torch():
             told = contents([[param] for param in self._rest])

@@ -57,10 +57,7 @@ def tables_of(program: Program, first: nn.Module, weights: Sequence[Weight], dev
 
 
 class Table:
-    """One such table, through an iteration.
-
-    ``sends`` is the op that sends the first block's gradient; ``sums``: gradients are added up.
-    """
+    """One such table, through an iteration; the op ``sends`` sends the first block's gradient."""
 
     def __init__(self, device: Device, weight: Weight, sends: Op, first: nn.Module, *, sums: bool) -> None:
         self.weight, self.sends, self._device = weight, sends, device

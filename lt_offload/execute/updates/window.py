@@ -49,10 +49,7 @@ class Window:
         return self._size
 
     def resize(self, size: int) -> None:
-        """Let windows have ``size`` micro-batches from now on.
-
-        Raises ``PlanError`` if the plan is one for windows of 1.
-        """
+        """Let windows have ``size`` micro-batches from now on; raises ``PlanError`` if the plan is one for 1."""
         if size > 1:
             self.require()
         self._size = size

@@ -75,10 +75,7 @@ class UserHooks:
         self._own = [len(accumulated_hooks_of(param) or ()) for _, param in self._weights]
 
     def check(self) -> None:
-        """Refuse hooks that the engine cannot call as plain PyTorch does.
-
-        Raises ``UnsupportedError`` naming the module or the weight.
-        """
+        """Refuse, by the name of the module or weight, hooks that the engine cannot call as plain PyTorch does."""
         for inner in self._inner:
             hook = inner.find()
             if hook is not None:
@@ -117,10 +114,7 @@ class InstalledSetup:
             raise limits.REFROZEN.error(change)
 
     def changed(self, optimizer: Optimizer | None = None) -> str | None:
-        """Return what has changed that another plan could follow, as a clause for people; None if nothing has.
-
-        ``optimizer`` is the one that is in use now, if it may be another one.
-        """
+        """Return what has changed that another plan could follow, as a clause; ``optimizer``: the present one."""
         for weight, param, trainable, _ in self._weights:
             if param.requires_grad is not trainable:
                 what = "frozen" if trainable else "unfrozen"
@@ -168,10 +162,7 @@ class OwnParameters:
 
 
 class Backward:
-    """Tells a backward of everything from one of some inputs only.
-
-    ``anchor`` is a leaf that every block's node in the outer graph depends on.
-    """
+    """Tells a backward of everything from one of some inputs: that leaves ``anchor`` out, below every block's node."""
 
     def __init__(self, anchor: Tensor) -> None:
         self._end = get_gradient_edge(anchor).node

@@ -39,8 +39,6 @@ _OURS = 2
 
 @dataclass(slots=True)
 class _Shown:
-    """The gradient of one weight."""
-
     owned: TrackedTensor
     total: Sum
     tensor: Tensor | None
@@ -50,10 +48,7 @@ class _Shown:
 
 
 class GradientView:
-    """The gradients that the parameters of an engine show.
-
-    ``clear`` forgets the sums of the window.
-    """
+    """The gradients that the parameters of an engine show; ``clear`` forgets the sums of the window."""
 
     def __init__(
         self, weights: Sequence[Weight], guard: Guard, residency: Residency, window: Window, clear: Callable[[], None]

@@ -154,10 +154,7 @@ class Guard:
         return owned
 
     def read(self, owned: Iterable[TrackedTensor]) -> None:
-        """Make host copies complete before they are read.
-
-        Raises ``UnsupportedError`` in the middle of an iteration's updates.
-        """
+        """Make host copies complete before they are read; refused in the middle of an iteration's updates."""
         for one in owned:
             self._check_read(f"{one.label} was accessed")
             self._residency.bring_home(one.groups)
@@ -181,10 +178,7 @@ class Guard:
             self._common.writing(weights, self._residency.bring_home)
 
     def replace(self, weight: Weight, data: Tensor) -> None:
-        """Give ``weight`` the values of ``data``, which was assigned to its parameter.
-
-        Raises ``UnsupportedError`` if it has another shape or dtype.
-        """
+        """Give ``weight`` the values that were assigned to its parameter; refuses another shape or dtype."""
         if data.shape != weight.host.shape or data.dtype != weight.host.dtype:
             raise limits.CHANGED_PARAMETERS.error(
                 f"{weight.label} was given {_describe(data)} in place of {_describe(weight.host)}"
@@ -260,10 +254,7 @@ class Guard:
             raise limits.OTHER_THREAD.error(f"a training forward ran in thread {threading.current_thread().name}")
 
     def begin(self) -> None:
-        """An iteration begins: adopt what was assigned, and what may have been written through views.
-
-        Raises ``UnsupportedError`` if a parameter was given other values than it can have.
-        """
+        """An iteration begins: adopt what was assigned, if it fits, and what may have been written through views."""
         for weight, address in zip(self._weights, self._addresses, strict=True):
             if weight.host.data_ptr() != address:
                 raise limits.EXCHANGED_MEMORY.error(f"{weight.label} was moved to shared memory")
@@ -296,7 +287,6 @@ class Guard:
             self._residency.bring_home(weight.group for weight in self._common.weights)
 
     def _forget_views(self) -> None:
-        """Forget the views and tensors that are gone."""
         if self._tensors:
             held = {owned: [alias for alias in made if alias() is not None] for owned, made in self._tensors.items()}
             self._tensors = {owned: made for owned, made in held.items() if made}

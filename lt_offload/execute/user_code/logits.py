@@ -59,10 +59,7 @@ class DeferredLogits(Tensor):
         return made
 
     def computed(self, use: str) -> Tensor:
-        """Return the logits for another use than the loss.
-
-        Raises ``UnsupportedError`` if a plan says that they never exist, or the loss has been computed without them.
-        """
+        """Return the logits for another use than the loss; refused if they never exist, or the loss has been."""
         if self.logits is None:
             if self.project is None:
                 raise _refusal(use)
@@ -146,10 +143,7 @@ class LossInBlock:
 
     @classmethod
     def early(cls, structure: Structure, chunk: int | None) -> LossInBlock | None:
-        """Return a loss in chunks of ``chunk`` tokens, 0: of all, None: of as many as suit, for a step without a plan.
-
-        None if the model computes its loss in another way.
-        """
+        """Return a loss in chunks of ``chunk`` tokens (0: all, None: as suits) for a step without a plan, or None."""
         owner, head = _loss_of(structure)
         if owner is None:
             return None

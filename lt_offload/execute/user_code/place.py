@@ -13,10 +13,7 @@ from lt_offload.model.state.handed import Handed
 
 
 class Place:
-    """The device and the stream on which an engine's blocks run.
-
-    The stream is the one that is current now, until a step begins on another one.
-    """
+    """The device and the stream of an engine's blocks: the current one, until a step begins on another."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -35,10 +32,7 @@ class Place:
         kwargs: dict[str, Any],
         run: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any],
     ) -> Any:
-        """Return what ``block``, which is called with these arguments, returns when ``run`` runs its ``forward``.
-
-        Raises ``UnsupportedError`` on another stream than the step began on.
-        """
+        """Return what ``block`` returns when ``run`` runs its ``forward`` on these arguments; refuses other streams."""
         if self._device.stream() is not self._stream:
             raise limits.OTHER_STREAM.error(f"block {block.name} was called on another CUDA stream than its step began")
         handed = Handed(args, kwargs)

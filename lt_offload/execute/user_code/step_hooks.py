@@ -187,10 +187,7 @@ class SavedStates:
 
 
 class ManualLoop:
-    """A training loop that users have written: its backwards end without us, and its step finds what they have left.
-
-    ``end_backward`` is called at the end of each backward.
-    """
+    """A loop that users have written: its backwards end without us, and its step finds what they have left."""
 
     def __init__(self, optimizer: Optimizer, end_backward: Callable[[], None]) -> None:
         self._optimizer, self._end = optimizer, end_backward

@@ -177,7 +177,6 @@ class Snapshot:
 
 @contextmanager
 def _restored(items: Iterable[tuple[_Part, Any]]) -> Iterator[None]:
-    """Let parts be what they were before; afterwards they are as they are now."""
     items, clones = list(items), _Clones()
     present = [(part, part.now()) for part, _ in items]
     # A run may write a buffer by another reference, too, where no clone takes its place.
@@ -195,8 +194,6 @@ def _restored(items: Iterable[tuple[_Part, Any]]) -> Iterator[None]:
 
 
 class _Part:
-    """One piece of state."""
-
     name = ""
 
     def save(self) -> Any:
@@ -385,8 +382,6 @@ class _BufferPart(_Part):
 
 
 class _Generator(_Part):
-    """A random generator: one that a module holds, or a global one."""
-
     def __init__(self, generator: Any) -> None:
         self._generator = generator
 
@@ -424,7 +419,6 @@ def _contents(values: Iterable[Any]) -> _Contents:
 
 
 def _below(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield ``values`` and what containers and tuples among them hold, at any depth."""
     seen: dict[int, Any] = {}
     waiting = [*values]
     while waiting:

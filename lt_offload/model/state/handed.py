@@ -244,7 +244,6 @@ def _place(value: Any, attributes: bool) -> Any:
 
 
 def _another(value: Any) -> Any:
-    """Return another container or object of the same class."""
     if kind_of(value) == "container":
         return copy.copy(value)
     cls: Any = type(value)

@@ -75,7 +75,6 @@ def _plain(hook: Any) -> Any:
 
 
 def _home(hook: Any) -> str:
-    """Return the module that a hook's code is from."""
     hook = _plain(hook)
     named = hook if hasattr(hook, "__qualname__") else type(hook)
     return str(getattr(named, "__module__", None) or "")

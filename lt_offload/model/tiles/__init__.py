@@ -187,7 +187,6 @@ def _joined(first: Tensor, tiles: Iterator[tuple[int, Tensor]]) -> Tensor:
 
 
 def _put(whole: Tensor, at: int, tile: Tensor) -> None:
-    """Write a tile to the tokens of ``whole`` from number ``at`` on."""
     rows = tile if tile.ndim == 2 else tile[0]
     lead = whole.ndim - rows.ndim + 1
     whole.view(math.prod(whole.shape[:lead]), *whole.shape[lead:])[at : at + len(rows)] = rows

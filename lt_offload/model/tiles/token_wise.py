@@ -218,7 +218,6 @@ class _TokenWise(OperationMode):
 
     @staticmethod
     def _lead(x: Tensor) -> int:
-        """Return how many dimensions are those of tokens."""
         if x.shape[:2] == (_SAMPLES, _TOKENS):
             return 2
         if x.shape[:1] == (_SAMPLES * _TOKENS,):

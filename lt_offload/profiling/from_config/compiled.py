@@ -163,7 +163,6 @@ def _kept(graph: Graph, runs: dict[Node, int]) -> set[Node]:
 
 
 def _base(node: Node) -> Node:
-    """Return the node that ``node`` is a view of, or itself."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node

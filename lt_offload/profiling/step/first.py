@@ -173,7 +173,6 @@ class FirstStep:
         return staged(tensors_of(module), self.device)
 
     def _wrap(self, index: int, block: Block) -> Forward:
-        """Return the function that is called instead of the block."""
         original = self._code(block.module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -325,7 +324,6 @@ class FirstStep:
         return self._captured
 
     def _bytes(self, serials: Set[int | None]) -> int:
-        """Return the bytes of ``serials`` that were alive when the step returned."""
         return sum(nbytes for serial, nbytes in self._live.items() if serial in serials)
 
     def let_go(self) -> None:
@@ -485,7 +483,6 @@ def in_turn(blocks: Sequence[Block], called: Sequence[int], apart: Collection[in
 
 
 def _others(structure: Structure) -> Iterator[Structure]:
-    """Yield other choices of a model's blocks, in the order of preference."""
     other = structure.other
     while other is not None and (choice := other()) is not None:
         yield choice

@@ -48,10 +48,7 @@ class Tail:
 
 
 class AfterLoss:
-    """Computations between the model's own loss and its backward, while a last block that has the loss waits.
-
-    Gradients of ``rest``, the parameters outside the blocks, are counted elsewhere.
-    """
+    """Computations between the model's own loss and its backward, without gradients of ``rest``, counted elsewhere."""
 
     def __init__(self, account: Account, meter: Meter, rest: Sequence[nn.Parameter]) -> None:
         self._account, self._meter, self._rest = account, meter, rest

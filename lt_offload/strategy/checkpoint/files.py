@@ -50,10 +50,7 @@ _VERSION_AS_LOADED = 1
 
 
 def prepare(folder: Path) -> None:
-    """Check that ``folder`` can be made and written to, and remove the partial checkpoints of killed runs there.
-
-    Raises ``CheckpointError`` if no file can be written there.
-    """
+    """Check that ``folder`` can be written to, else ``CheckpointError``; remove partial checkpoints of killed runs."""
     probe = folder / f".{os.getpid()}{SUFFIX}"
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     with explaining(folder / "*"):

@@ -79,10 +79,7 @@ class Checkpoints(Planning, _Base):
             )
 
     def check_copies(self) -> None:
-        """Check that there is RAM for the copies that a plugin makes of all weights and states at every save.
-
-        Raises ``ConfigError`` if there is not.
-        """
+        """Raise ``ConfigError`` if there is no RAM for a plugin's copies of all weights and states at every save."""
         engine, profile = self.engine, self.profile
         files, _ = self._files()
         names = [type(wrapper).__name__ for wrapper in _wrappers(self.checkpoint_io)]
@@ -214,7 +211,6 @@ class Checkpoints(Planning, _Base):
 
     @contextmanager
     def _rewriting(self) -> Iterator[None]:
-        """Enclose changes of the host copies from outside."""
         if self.engine is not None:
             self.engine.drain()
             self.engine.invalidate()
@@ -222,7 +218,6 @@ class Checkpoints(Planning, _Base):
 
 
 def _wrappers(io: Any) -> list[Any]:
-    """Return the wrappers around the files, the outermost first."""
     wrappers = []
     while hasattr(io, "checkpoint_io"):
         wrappers.append(io)

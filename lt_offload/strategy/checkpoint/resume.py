@@ -232,7 +232,6 @@ def _set_states(trainer: Any, pl_module: Any, states: dict[str, Any]) -> None:
 
 
 def _generators(trainer: Any, pl_module: Any) -> dict[str, Any]:
-    """Return the generators of the run: the global ones, and those of its module and its data."""
     owners: dict[str, object] = {f"module.{name}": module for name, module in pl_module.named_modules()}
     owners["datamodule"] = trainer.datamodule
     for index, loader in enumerate(_loaders(trainer)):
@@ -350,7 +349,6 @@ def _is_dealt(loader: Any) -> bool:
 
 
 def _drop(trainer: Any, count: int) -> None:
-    """Fetch and drop the first ``count`` batches of an epoch that has begun."""
     fetcher = data_fetcher(trainer.fit_loop)
     _begin_epoch(trainer)
     for _ in range(count):

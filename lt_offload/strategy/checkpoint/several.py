@@ -69,10 +69,7 @@ class FilePart:
             self.records = _ordered(orders[peers.rank], copies)
 
     def _divided(self, others: dict[int, tuple[int, HostCopy]]) -> list[list[Order]]:
-        """Return the orders for each process; the records of this one remain.
-
-        ``others``: rank and host copy of the process that writes a storage, by the storage's address.
-        """
+        """Return the orders for each process, given who writes the storage at an address; this one's remain."""
         assert self._new is not None
         orders: list[list[Order]] = [[] for _ in range(self._peers.size)]
         for record in self._new.records:

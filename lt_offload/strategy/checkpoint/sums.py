@@ -73,7 +73,6 @@ def _damaged(path: Path, records: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo
 
 
 def _offset(path: Path, record: zipfile.ZipInfo) -> int:
-    """Return the offset of the record's bytes in the file."""
     with path.open("rb") as file:
         file.seek(record.header_offset)
         header = file.read(_LOCAL_HEADER)

@@ -26,10 +26,7 @@ class Carried:
 
 
 class Growth:
-    """The sizes of batches that there is room for: a step with each of them, or a larger one, was profiled.
-
-    ``sizes`` are those of an earlier run.
-    """
+    """The sizes of batches that there is room for: a step with each of them, or a larger one, was profiled."""
 
     def __init__(self, sizes: Iterable[Size] = ()) -> None:
         self.sizes = [*sizes]
@@ -48,10 +45,7 @@ class Growth:
         return largest([before, profile])
 
     def outgrown(self, plan: Plan, batch: object, padded: bool | None = None) -> str | None:
-        """Return the reason why ``plan`` may have no room for ``batch``; None if it should have.
-
-        ``padded``: whether the batch has padding, if that is known.
-        """
+        """Return the reason why ``plan`` may have no room for ``batch``; None if it should have."""
         size, predicted = Size.of(batch, padded), plan.predicted
         ratio = min((known.ratio(size) for known in self.sizes), default=1.0)
         if ratio <= 1 or (

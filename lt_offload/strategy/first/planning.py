@@ -58,10 +58,7 @@ _BUSY = 0.1
 
 
 def settings_of(options: Mapping[str, Any]) -> Settings:
-    """Return the settings of plans among the ``options`` of a strategy or of ``hf_trainer``, all of which are checked.
-
-    Raises ``ConfigError`` if one cannot be used as given.
-    """
+    """Return the settings of plans among the ``options`` of a strategy or ``hf_trainer``, all checked."""
     check_micro_batches(options["micro_batches"], auto=True)
     check_tile_tokens(options["tile_tokens"])
     return Settings.among({**options, "host_memory": Budget.of(options["host_memory"], setting="host_memory")})
@@ -148,10 +145,7 @@ class Planning(Processes):
 
     @abstractmethod
     def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
-        """Return the size of the batch to plan for, and a function that measures a step with it on trial.
-
-        The function takes parts, an optimizer and earlier measurements.
-        """
+        """Return the size of the batch to plan for, and a function that measures a step with it on trial."""
 
     def _goes_on(self) -> None:
         """Be in the iteration of the step that was watched; the plan's engine has taken over."""
@@ -162,7 +156,6 @@ class Planning(Processes):
 
     @property
     def _budget(self) -> int:
-        """Device bytes that may be taken now."""
         return self.settings.device.resolved(lambda: self.part_of_memory(free_memory(self.root_device)))
 
     def _structure(self) -> Structure:
@@ -174,10 +167,7 @@ class Planning(Processes):
     # -- before a step -----------------------------------------------------------------------------------------------
 
     def comes(self, batch: Any, number: int = 0, padded: bool | None = None) -> None:
-        """Take note of the ``batch`` of the coming step, for which there may have to be another plan.
-
-        ``padded``: whether it has padding, if that is known.
-        """
+        """Take note of the ``batch`` of the coming step, for which there may have to be another plan."""
         if self.plan is not None and (change := self._outdated(batch, padded)) is not None:
             self._give_up(self.plan, change)
         if self.plan is None:
@@ -258,7 +248,6 @@ class Planning(Processes):
 
     @property
     def _watches(self) -> bool:
-        """True if the present step is to be watched."""
         return self.plan is None and self._first is not None and not self._aside
 
     def _plan_on_trial(self) -> None:
@@ -347,10 +336,7 @@ class Planning(Processes):
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def _plan_by(self, measure: Measure, known: Profile | None, budget: int) -> None:
-        """Plan for a step, and let the engine of that plan take over.
-
-        ``measure`` returns the profile of the step; ``known`` is an earlier one of the machine.
-        """
+        """Plan for a step that ``measure`` profiles, and let the engine of that plan take over."""
         carried, self._carried = self._carried, None
         with planning(self._callbacks), because(carried.change) if carried is not None else nullcontext():
             self._choose_plan(measure, known, budget)
@@ -362,10 +348,7 @@ class Planning(Processes):
             self.engine.handover.enter_window(carried.window)
 
     def _choose_plan(self, measure: Measure, known: Profile | None, budget: int) -> None:
-        """Measure a training step and make its plan, or take the saved one.
-
-        Raises ``ConfigError`` if there are fewer samples than ``micro_batches``.
-        """
+        """Measure a training step and make its plan, or take the saved one."""
 
         def profiled(parts: int) -> Profile:
             new = self.one_profile(partial(measure, parts), known=None if known is None else known.hardware)
@@ -405,10 +388,7 @@ class Planning(Processes):
         return self.of_first(partial(make_plan, profile, settings))
 
     def _warn_of_unfreezing(self, measure: Measure, budget: int) -> None:
-        """Plan once more with all weights that a callback for finetuning may unfreeze, and warn if that will not fit.
-
-        ``measure`` returns the profile of a step, of all weights that train then.
-        """
+        """Plan once more with all weights that a callback may unfreeze, and warn if that will not fit."""
         before = self.profile
         assert before is not None
         callbacks = [type(callback) for callback in self._callbacks] if self.plan_path is None else []
@@ -473,17 +453,13 @@ class Planning(Processes):
             self._installed.close()
 
     def _save_plan(self) -> None:
-        """Write profile and plan into the folder for records."""
         folder = self._folder()
         if folder is not None and self.profile is not None and self.plan is not None and self.is_global_zero:
             self.profile.save(folder / "profile.json")
             self.plan.save(folder / "plan.json")
 
     def _begin_step(self) -> None:
-        """Begin the step of the optimizer, for which there may be an engine by now.
-
-        Raises ``UnsupportedError`` if gradients of a window were to be used, and its last step had no loss to plan for.
-        """
+        """Begin the optimizer's step, for which there may be an engine by now; refuses sums that nobody has planned."""
         if self.plan is not None and self.engine is not None:
             self.engine.passes.begin_step()
         elif self._carried is not None and self._carried.window.added:

@@ -63,10 +63,7 @@ def _asked(trainer: Any) -> list[Callable[[], Any]]:
 
 
 def early_batch(trainer: Any) -> Any:
-    """Return a batch before training begins: the module's choice, or the first.
-
-    Raises ``ConfigError`` if there is none, or if taking it would disturb the data's order.
-    """
+    """Return a batch before training begins: the module's choice, or the first; ``ConfigError`` if there is none."""
     batch = named_batch(trainer)
     return from_data(trainer, first_batch) if batch is None else batch
 

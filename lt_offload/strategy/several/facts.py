@@ -74,10 +74,7 @@ def _plain(value: object) -> object:
 
 
 def compare(all_facts: Sequence[Mapping[str, object]]) -> None:
-    """Check that all processes, in the order of ranks, have said the same.
-
-    Raises ``ConfigError`` naming what differs, the values and the processes.
-    """
+    """Check that all processes have said the same; raises ``ConfigError`` with the values that differ."""
     first = all_facts[0]
     for name in {name: None for facts in all_facts for name in facts}:
         value = first.get(name)

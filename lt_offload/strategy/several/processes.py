@@ -386,7 +386,6 @@ class Processes:
             self._meet_alike("the end of training")
 
     def _meet_alike(self, place: str) -> None:
-        """Meet, and check that optimizers have the same options in all processes."""
         options = changeable(self.optimizers)
         if len(set(self._meet(place, zlib.crc32(repr(options).encode()).to_bytes(4, "big")))) > 1:
             self.compare(lambda: options)
@@ -413,10 +412,7 @@ def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
 
 
 def require_common_memory(machine: Peers) -> None:
-    """Check that the processes of a machine can share memory; all of them call this, before anything is loaded.
-
-    Raises ``ConfigError`` if the system does not let them.
-    """
+    """Raise ``ConfigError`` if a machine's processes cannot share memory; all call this before they load anything."""
     if machine.size > 1:
         os.close(machine.share_file(lambda: _trial_file(machine.size), by=0))
 
