@@ -102,11 +102,6 @@ class BlockRun:
         """A function that is told, before there is a plan, which outputs gradients will come to."""
         self._uses, self._gradients = uses, gradients
 
-    def __del__(self) -> None:
-        # Of a forward whose loss was dropped: what is saved refers to the offloader, and waits for the collector else.
-        if self.offloader is not None:
-            self.offloader.close()
-
     def take_inputs(self) -> list[Tensor]:
         """Return the activation inputs and forget them: whoever needs them later saves them."""
         inputs, self.inputs = self.inputs, []

@@ -12,11 +12,9 @@ import gc
 import logging
 import os
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -25,7 +23,7 @@ from lt_offload.errors import BEYOND_THE_PLAN, ConfigError, OverBudget, Unsuppor
 from lt_offload.execute.device.arena import Arena
 from lt_offload.execute.device.base import AllocatorEvents, Buffer, Cell, Device, Event, before_writing
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
-from lt_offload.execute.device.cuda_tasks import CudaTask, CudaTaskRunner, StreamState, tasks_of
+from lt_offload.execute.device.cuda_tasks import Completions, CudaTask, CudaTaskRunner, StreamState, tasks_of
 from lt_offload.execute.device.lanes import ON_HOST, Lanes, plain_torch
 from lt_offload.machine import driver
 from lt_offload.machine.host_memory import HostMemory
@@ -120,8 +118,7 @@ class CudaDevice(Device):
         driver.use_expandable_segments(cuda.device)
         driver.warm_up(cuda.device)
         self._context = Context(cuda, budget, planned=context)
-        spare: deque[Any] = deque()
-        self._new_stream = partial(StreamState, cuda=cuda, spare=spare)
+        self._new_stream = partial(StreamState, completions=Completions(cuda))
         self._copy_streams = {lane: self._new_stream(cuda.stream()) for lane in ("h2d", "d2h")}
         self._compute_streams: dict[int, StreamState] = {}
         """By the identity of CUDA's stream object, which the state keeps alive."""

@@ -7,6 +7,7 @@ it: torch's allocator would otherwise hand the memory to a kernel while a copy s
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,11 +35,6 @@ class CudaTask(Task):
         self.keeps: Callable[[], None] | None = None
         """The work, and with it the memory it uses, until the GPU is through or the compute lane ordered after it."""
 
-    def __del__(self) -> None:
-        # Nobody can ask for this completion any more, and making a CUDA event takes longer than recording one anew.
-        if self.stream is not None and self.completion is not None:
-            self.stream.spare.append(self.completion)
-
     @override
     def arrived(self) -> bool:
         return all(event.over() for event in tasks_of(self.after)) and all(e.over() for e in tasks_of(self.behind))
@@ -61,19 +57,49 @@ def tasks_of(events: Sequence[Event]) -> list[CudaTask]:
     return tasks
 
 
-class StreamState:
-    """A stream, and which completions of other streams it is ordered after already. Used by one thread at a time.
+class _Completion(weakref.ref[CudaTask]):
+    """A CUDA event, and the task it was recorded for as long as somebody refers to that."""
 
-    ``spare`` are events that nobody refers to any more, to be recorded anew. A stream that was made to wait for one
-    still waits for what it stood for then: CUDA takes the state of an event when the wait is issued.
+    __slots__ = ("event",)
+    event: Any
+
+
+class Completions:
+    """CUDA events behind tasks; those of tasks that nobody refers to any more are recorded anew, as new ones cost more.
+
+    A stream that was made to wait for one still waits for what it stood for then: CUDA takes the state of an event when
+    the wait is issued.
     """
 
-    __slots__ = ("_after", "_count", "_cuda", "cuda_stream", "spare")
-
-    def __init__(self, stream: Any, cuda: CudaRuntime, spare: deque[Any]) -> None:
-        self.cuda_stream = stream
-        self.spare = spare
+    def __init__(self, cuda: CudaRuntime) -> None:
         self._cuda = cuda
+        self._lent: set[_Completion] = set()
+        self._spare: deque[_Completion] = deque()
+
+    def event(self, task: CudaTask) -> Any:
+        """Return an event for ``task``, of which there is one."""
+        try:
+            spare = self._spare.pop()
+        except IndexError:
+            event = self._cuda.event(timing=False)
+        else:
+            self._lent.remove(spare)
+            event = spare.event
+        # Told by the deque itself: a finalizer in Python would lose the Ctrl-C that comes while it runs.
+        lent = _Completion(task, self._spare.append)
+        lent.event = event
+        self._lent.add(lent)
+        return event
+
+
+class StreamState:
+    """A stream, and which completions of other streams it is ordered after already. Used by one thread at a time."""
+
+    __slots__ = ("_after", "_completions", "_count", "cuda_stream")
+
+    def __init__(self, stream: Any, completions: Completions) -> None:
+        self.cuda_stream = stream
+        self._completions = completions
         self._count = 0
         self._after: dict[StreamState, int] = {}
         """By other stream, the last of its completions that this one comes after; so it comes after all before, too."""
@@ -87,10 +113,7 @@ class StreamState:
 
     def complete(self, task: CudaTask) -> None:
         """Record an event behind everything the stream has been given so far: the completion of ``task``."""
-        try:
-            event = self.spare.pop()
-        except IndexError:
-            event = self._cuda.event(timing=False)
+        event = self._completions.event(task)
         event.record(self.cuda_stream)
         self._count += 1
         task.position, task.completion = self._count, event

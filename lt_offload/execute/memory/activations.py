@@ -43,7 +43,7 @@ Form = tuple[torch.Size, torch.dtype]
 
 
 class HostBuffer(Cell):
-    """Host memory for the activations of one block; whoever uses it next waits for ``used``, the last task that did."""
+    """Host memory for the activations of one block; whoever uses it next waits for ``used``, the last task on it."""
 
     __slots__ = ("_layout", "_places", "data", "used")
 
@@ -75,23 +75,39 @@ class HostPool:
         self._free: list[tuple[int, int, HostBuffer]] = []
         """With their sizes, and numbers that tell those of one size apart."""
         self._given = 0
+        self._taken: dict[HostBuffer, weakref.ref[Any]] = {}
+        """The others, and who has each. Not all give theirs back: nothing is left of a forward whose loss is dropped,
+        and a finalizer that did it would lose a Ctrl-C that comes while it runs: Python ignores what one raises."""
         self.nbytes = 0
         """Bytes allocated in all."""
 
-    def take(self, nbytes: int) -> HostBuffer:
-        """Return the smallest free buffer of at least ``nbytes`` that wastes at most a quarter, else a new one."""
-        index = bisect_left(self._free, (nbytes,))
-        if index < len(self._free) and self._free[index][0] <= nbytes + nbytes // 4 + _PAGE:
-            return self._free.pop(index)[-1]
-        size = round_up(nbytes, _PAGE)
-        self.nbytes += size
-        return HostBuffer(self.device.host_empty((size,), torch.uint8))
+    def take(self, nbytes: int, user: Any) -> HostBuffer:
+        """Return the smallest free buffer of at least ``nbytes`` that wastes at most a quarter, else a new one.
 
-    def give(self, buffer: HostBuffer, used: Event | None) -> None:
-        """Take ``buffer`` back; ``used`` is the last task that reads or writes it."""
-        buffer.used = used
+        It is ``user``'s until that gives it back or is no more.
+        """
+        buffer = self._smallest(nbytes)
+        if buffer is None:
+            for taken in [taken for taken, by in self._taken.items() if by() is None]:
+                self.give(taken)
+            buffer = self._smallest(nbytes)
+        if buffer is None:
+            size = round_up(nbytes, _PAGE)
+            self.nbytes += size
+            buffer = HostBuffer(self.device.host_empty((size,), torch.uint8))
+        self._taken[buffer] = weakref.ref(user)
+        return buffer
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take ``buffer`` back."""
+        del self._taken[buffer]
         self._given += 1
         insort(self._free, (buffer.data.numel(), self._given, buffer))
+
+    def _smallest(self, nbytes: int) -> HostBuffer | None:
+        index = bisect_left(self._free, (nbytes,))
+        fits = index < len(self._free) and self._free[index][0] <= nbytes + nbytes // 4 + _PAGE
+        return self._free.pop(index)[-1] if fits else None
 
 
 _HOST_ALIGNMENT = 64
@@ -149,10 +165,11 @@ class Moved:
 class MovedStorage:
     """One storage that saved tensors share: on the device, on its way, or on the host."""
 
-    __slots__ = ("__weakref__", "device", "nbytes", "owner", "form", "taken", "users", "watched")
+    __slots__ = ("__weakref__", "_label", "_owner", "device", "form", "nbytes", "taken", "users", "watched")
 
     def __init__(self, owner: ActivationOffloader, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        self.owner = owner
+        # Weakly, as it has this one in turn: with its last user goes all that was saved for a forward.
+        self._owner, self._label = weakref.ref(owner), owner.label
         self.nbytes = storage.nbytes()
         whole = tensor.is_contiguous() and tensor.nbytes == self.nbytes
         self.device: Tensor | None = _bare(tensor) if whole else _bytes_of(tensor.device, storage)
@@ -172,13 +189,15 @@ class MovedStorage:
         tensor, known = self.watched
         if version(tensor) != known:
             raise UnsupportedError(
-                f"an input or a result of block {self.owner.label} was written to after it was saved, so that the "
+                f"an input or a result of block {self._label} was written to after it was saved, so that the "
                 "block cannot run again; write out of place"
             )
 
     def use(self) -> Tensor:
         """Return all of it on the device for one saved tensor; after the last one nothing here holds it any more."""
-        memory, owner = self.device, self.owner
+        memory, owner = self.device, self._owner()
+        if owner is None:
+            raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self._label}")
         if memory is None or not owner.awaited:
             if memory is not None and owner.at_home:  # autograd.grad inside the forward: nothing has left yet
                 return memory
@@ -282,6 +301,7 @@ class ActivationOffloader:
             op=op,
             nbytes=self._nbytes,
         )
+        self._host.used = self._left
         return self._left
 
     def released(self) -> None:
@@ -325,6 +345,7 @@ class ActivationOffloader:
             op=op,
             nbytes=nbytes,
         )
+        self._host.used = self._fetched
 
     def arrived(self, storage: MovedStorage) -> Tensor:
         """Order the compute lane after the copies back, of all storages or of this one; refuses other backwards."""
@@ -346,7 +367,7 @@ class ActivationOffloader:
             storage.device = None
         if self._host is not None:
             # Not waited for here: the next one to take the buffer does, if it has to.
-            self.pool.give(self._host, self._fetched or self._left)
+            self.pool.give(self._host)
             self._host = None
         self._places = []
         self._storages.clear()
@@ -355,7 +376,7 @@ class ActivationOffloader:
         """Take host memory for all storages, side by side."""
         sizes = [storage.nbytes for storage in self._storages]
         self._nbytes = sum(sizes)
-        self._host = self.pool.take(sum([-(-nbytes // _HOST_ALIGNMENT) for nbytes in sizes]) * _HOST_ALIGNMENT)
+        self._host = self.pool.take(sum([round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes]), self)
         with _no_modes():
             self._places = self._host.places([storage.form for storage in self._storages])
 

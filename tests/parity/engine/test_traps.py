@@ -6,8 +6,11 @@ import gc
 import itertools
 import threading
 import weakref
+from _thread import interrupt_main
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import call
 from typing import Any
 
 import pytest
@@ -93,6 +96,20 @@ def test_forward_without_backward_changes_nothing(backward: bool) -> None:
             schedule.step()
         engine.drain()
     assert all(torch.equal(a, b) for a, b in zip(expected.losses, losses, strict=True))
+
+
+@pytest.mark.parametrize("option", ALL)
+def test_ctrl_c_comes_through_while_a_dropped_forward_is_taken_down(option: str) -> None:
+    """Python ignores what is raised in finalizers: none may be the first code that could raise it."""
+    case = Case(options=(option,), places=("host",))
+    model = build(case)
+    optimizer = make_optimizer(model, case.optimizer)
+    with session(case, model, optimizer) as engine:
+        batch = batches(case, model)[0]
+        held = [model(**batch)]
+        with pytest.raises(KeyboardInterrupt):
+            deque(map(call, [interrupt_main, held.clear]), maxlen=0)  # nothing between the two that would notice
+        iterate(engine, model, optimizer, batch)
 
 
 def test_lora_trains_the_adapters_of_the_first_layer() -> None:

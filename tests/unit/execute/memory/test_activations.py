@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_offload.errors import OverBudget
+from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, Moved, SavedTensors
 from lt_offload.execute.memory.groups import Layout
 from lt_offload.execute.memory.streaming import Streaming
@@ -107,6 +109,27 @@ def test_host_memory_is_taken_over_when_the_copies_of_who_had_it_are_over(device
     for each, (name, tensor) in zip(moved, tensors.items(), strict=True):
         assert torch.equal(each(), tensor), name
     assert pool.nbytes == 4096
+
+
+def test_nothing_is_left_of_who_is_gone_without_a_word(device: HostileDevice) -> None:
+    """A forward whose loss is dropped: its memory comes back, and the copies that it began are over before."""
+    pool = HostPool(device)
+    offloader, moved = travel(device, pool, saved())
+    storages = [weakref.ref(each.storage) for each in moved]
+    gc.disable()
+    try:
+        del offloader, moved
+        assert not any(storage() for storage in storages)
+    finally:
+        gc.enable()
+    tensors = saved()
+    offloader, moved = travel(device, pool, tensors)
+    for each, (name, tensor) in zip(moved, tensors.items(), strict=True):
+        assert torch.equal(each(), tensor), name
+    assert pool.nbytes == 4096
+    del offloader
+    with pytest.raises(UnsupportedError, match="from inside block 0"):
+        moved[0]()
 
 
 def test_memory_for_many_is_held_against_the_budget(device: HostileDevice) -> None:
