@@ -69,11 +69,9 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import ConfigDict
-
-from lt_offload.schema.files import load_json, save_json
+from lt_offload.schema.files import Strict, load_json, save_json
 from lt_offload.schema.lanes import LANES, LaneName, OpKind
 from lt_offload.schema.profile import WITH_LOSS, OptionName
 
@@ -95,10 +93,8 @@ Save = Literal["nothing", "input", "all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class Step(Strict):
     """One forward or backward of a block."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     kind: Literal["forward", "backward"]
     block: int
@@ -140,10 +136,8 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorGroup:
+class TensorGroup(Strict):
     """Weights, optimizer states, gradients or sums of them that are in the same ops and travel in one copy."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     payload: Literal["weight", "state", "sum", "grad"]
     tensors: tuple[int, ...]
@@ -168,10 +162,8 @@ class TensorGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
+class Op(Strict):
     """One operation of the plan."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     id: int
     kind: OpKind
@@ -265,20 +257,16 @@ def deadlines(ops: Sequence[Op]) -> dict[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InitialCopy:
+class InitialCopy(Strict):
     """A group of weights or states that is on the device at the start of the first step."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     group: int
     offset: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+class Prediction(Strict):
     """The simulator's figures for a plan; times in seconds, sizes in bytes."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     iteration_s: float
     lower_bound_s: float
@@ -298,10 +286,8 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alternative:
+class Alternative(Strict):
     """A candidate that was generated and not chosen."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     planner: str
     iteration_s: float | None
@@ -310,10 +296,8 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchPoint:
+class BatchPoint(Strict):
     """One update that was considered when the plan's was chosen."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     batch_size: int
     parts: int = 1
@@ -332,10 +316,8 @@ class BatchPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Plan:
+class Plan(Strict):
     """One planned iteration. See the module's first lines for what the ops mean."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     fingerprint: str
     """``Profile.fingerprint`` of the model it was made for."""
