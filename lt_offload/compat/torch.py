@@ -323,10 +323,7 @@ device has while it waits for its first kernels."""
 
 
 def set_allocator(settings: str) -> None:
-    """Set the device's allocator up; nothing public does that in a process that runs.
-
-    Raises ``AttributeError`` of a torch that has no such setting.
-    """
+    """Set the device's allocator up; nothing public does that in a process that runs."""
     _C._accelerator_setAllocatorSettings(settings)
 
 

@@ -54,11 +54,9 @@ def use_expandable_segments(device: torch.device) -> bool:
         _try_allocator(device)
     except torch.OutOfMemoryError:
         return True  # the card is full: who asks for memory next is told so
-    except (AttributeError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         _log.info("torch's allocator keeps segments of fixed size: %s", str(error).partition("\n")[0])
-        # A torch without this setting has changed nothing that would have to be taken back.
-        if not isinstance(error, AttributeError):
-            set_allocator(",".join([*settings, "expandable_segments:False"]))
+        set_allocator(",".join([*settings, "expandable_segments:False"]))
         return False
     return True
 

@@ -50,10 +50,7 @@ def memory_node_of(device: torch.device, root: Path = SYSFS) -> MemoryNode:
     if device.type != "cuda":
         return MemoryNode(about="no GPU")
     gpu: Any = torch.cuda.get_device_properties(device)
-    try:
-        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    except AttributeError:  # an older torch
-        address = "?"
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     return memory_node_near(address, root, allowed=_allowed())
 
 
