@@ -259,23 +259,14 @@ class Device(ABC):
     def cross(self, lane: Lane, nbytes: int) -> None:  # noqa: B027
         """The compute lane itself moves ``nbytes`` over the link of ``lane``: only throttled links need to be told."""
 
-    def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
+    def empty_all(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
         """Return uninitialised device memory outside the arena, for activations that are fetched back.
 
-        It may still be in use by earlier work of the compute lane: a task that writes it takes a later ``mark`` in
-        ``after``.
+        ``parts`` are (shape, dtype) per tensor. It may still be in use by earlier work of the compute lane: a task that
+        writes it takes a later ``mark`` in ``after``.
         """
-        if torch.is_inference_mode_enabled():
-            # A tensor made in inference mode could never be part of a graph, however long it lives.
-            with torch.inference_mode(False):
-                return self.empty(shape, stride, dtype)
-        if stride is None:
-            return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
-        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self.torch_device)
-
-    def empty_all(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
-        """Return uninitialised device memory as :meth:`empty` does: one tensor per (shape, dtype)."""
-        return [self.empty(shape, None, dtype) for shape, dtype in parts]
+        with plain_torch():  # a tensor made in inference mode could never be part of a graph, however long it lives
+            return [torch.empty(shape, dtype=dtype, device=self.torch_device) for shape, dtype in parts]
 
     @abstractmethod
     def accounting(self, signature: object = None) -> AbstractContextManager[None]:

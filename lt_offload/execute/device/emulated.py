@@ -155,18 +155,9 @@ class EmulatedDevice(Device):
             return host.detach()
 
     @override
-    def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
-        tensor = super().empty(shape, stride, dtype)
-        if self._entered:
-            self._account.charge(tensor)
-        return tensor
-
-    @override
     def empty_all(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
-        # Charged all at once: the account as a mode would take longer for each than all of them take.
-        with plain_torch():
-            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in parts]
-        if self._entered:
+        tensors = super().empty_all(parts)
+        if self._entered:  # all at once: the account as a mode would take longer for each than all of them take
             self._account.charge(*tensors)
         return tensors
 

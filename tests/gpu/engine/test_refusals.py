@@ -8,7 +8,6 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -256,9 +255,12 @@ def test_a_limit_of_the_system(counts: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_tensors_that_are_made_in_inference_mode_may_be_in_graphs(target: Target) -> None:
     with opened(taken() + 200 * MB) as device:
         with torch.inference_mode():
-            made: Any = [device.empty((2, 3), None, torch.float32), device.empty((2, 3), (1, 2), torch.float32)]
+            made = device.empty_all([((2, 3), torch.float32), ((4,), torch.bfloat16)])
         assert [tensor.is_inference() for tensor in made] == [False, False]
-        assert [tensor.stride() for tensor in made] == [(3, 1), (1, 2)]
+        assert [(tuple(tensor.shape), tensor.dtype) for tensor in made] == [
+            ((2, 3), torch.float32),
+            ((4,), torch.bfloat16),
+        ]
         state = device.rng_state()
         drawn = torch.rand(4), torch.rand(4, device=target.torch_device)
         device.set_rng_state(state)

@@ -223,12 +223,6 @@ class HostileDevice(EmulatedDevice):
         return span, tensors
 
     @override
-    def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
-        tensor = super().empty(shape, stride, dtype)
-        self._spoil(tensor)
-        return tensor
-
-    @override
     def empty_all(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
         tensors = super().empty_all(parts)
         self._spoil(*tensors)

@@ -89,7 +89,7 @@ def test_arena_views_host_memory_and_tasks_cost_nothing(opened):
         fresh = device.host_empty((256,), torch.float32).copy_(view)
         assert device.memory() == 64 * KB
         with pytest.raises(OverBudget):
-            device.empty((1,), None, torch.float32)
+            device.empty_all([((1,), torch.float32)])
     assert device.host_bytes == 2 * KB
     del fresh
     assert device.host_adopt(host).data_ptr() == host.data_ptr()
@@ -132,7 +132,7 @@ def test_between_iterations_what_is_made_of_device_memory_counts(opened):
         assert device.memory() == 14 * KB + 4 * 4 * KB + KB
         more.append(more[0] * 2)
         assert device.memory() == 14 * KB + 5 * 4 * KB + KB
-        fetched = device.empty((KB,), None, torch.uint8)
+        fetched = device.empty_all([((KB,), torch.uint8)])
         assert device.memory() == 14 * KB + 5 * 4 * KB + 2 * KB
         with pytest.raises(OverBudget):
             made.repeat(100)
