@@ -20,7 +20,6 @@ from typing_extensions import override
 from lt_offload import limits
 from lt_offload.compat.torch import functorch_level
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import EngineStats, Recorder
 from lt_offload.execute.iteration import HALFWAY, Iteration
@@ -113,9 +112,10 @@ class Engine(LoopCalls):
         self._undo: list[Callable[[], None]] = []
         self._elsewhere = ExitStack()
         """Contexts in which the model runs on another device than its parameters are on."""
-        self._runs = BlockRuns(device, self.pool, self.structure, program)
-        deferred = program is not None and program.deferred_forwards > 0
-        self._hooks = UserHooks(self.structure, self._runs.repeated, parted=self._runs.parted, deferred=deferred)
+        repeated, parts, deferred = (
+            (program.repeated, program.parts, program.deferred_forwards) if program is not None else ((), 1, 0)
+        )
+        self._hooks = UserHooks(self.structure, repeated, parted=parts > 1, deferred=deferred > 0)
         self._hooks.check()
         self._loss: LossInBlock | None = None
         self._blocks: list[list[Weight]] = []
@@ -132,7 +132,9 @@ class Engine(LoopCalls):
             self._loss = LossInBlock.planned(self.structure, program.options[-1], program.chunk_tokens)
             self._window = Window(program.window, adds_up=program.adds_up, delayed=program.delayed)
         self._iteration = Iteration(
-            self._window, lambda: self._runs.open, lambda: self._passes.waiting if self._passes is not None else 0
+            self._window,
+            lambda: self._passes is not None and self._passes.open,
+            lambda: self._passes.waiting if self._passes is not None else 0,
         )
         self._accounting = ExitStack()
         """The account of the memory that the iteration takes."""
@@ -223,7 +225,7 @@ class Engine(LoopCalls):
             self._program,
             self.weights,
             self._blocks,
-            runs=self._runs,
+            pool=self.pool,
             iteration=self._iteration,
             residency=self.residency,
             streaming=self.streaming,
@@ -287,7 +289,8 @@ class Engine(LoopCalls):
             self.drain()
         finally:
             # The model is given back whatever a lane has to report.
-            self._close_passes()
+            if self._passes is not None:
+                self._passes.close()
             for weight in self.weights:
                 weight.param.data = weight.host
             self.residency.close()
@@ -319,12 +322,14 @@ class Engine(LoopCalls):
         self._iteration.fail()
         with self._guard.suspended, self._gradient_view.standing(begun=begun):
             self._gradient_view.discard()
-            self._close_passes()
+            passes = self._passes
+            if passes is not None:
+                passes.close()
             try:
                 self.device.drain()
             finally:
-                if self._passes is not None:
-                    self._passes.reset()
+                if passes is not None:
+                    passes.reset()
                 if self.gradients is not None:
                     self.gradients.forget_sums()
                 for weight in self.weights:
@@ -332,11 +337,6 @@ class Engine(LoopCalls):
                 self.residency.run_releases()
                 self.residency.evict()
                 self.device.drain()  # a logger's finalize() reads weights next
-
-    def _close_passes(self) -> None:
-        self._runs.close()
-        if self._passes is not None:
-            self._passes.forget_deferred()
 
     # -- iterations --------------------------------------------------------------------------------------------------
 

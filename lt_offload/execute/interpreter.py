@@ -36,7 +36,6 @@ class Interpreter:
         """Begins to add the sums of some weights to those of other machines, if they are complete."""
         self._residency, self._gradients = residency, gradients
         self._runs, self._recorder = runs, recorder
-        runs.gradients = gradients
         self.timeline = program.timeline
         self.cursor = 0
         """The next step."""

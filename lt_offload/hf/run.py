@@ -156,7 +156,7 @@ class Run(Training):
         before, after = map(self._overridden, ("on_pre_optimizer_step", "on_optimizer_step"))
         self.engine.keeps_gradients = after
         if before:
-            self.engine.window_gradients.show_clipped()
+            self.engine.show_clipped()
 
     def _overridden(self, hook: str) -> bool:
         """Return whether a callback that is no library's has ``hook``."""

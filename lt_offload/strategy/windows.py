@@ -157,9 +157,9 @@ def _by_value(trainer: Any) -> bool:
 def _shown(engine: Engine, *, final: bool) -> Iterator[None]:
     """Let hooks within the context see gradients, and updates use what they have made of them."""
     with engine.device.between():
-        engine.window_gradients.show()
+        engine.show()
         yield
-        engine.window_gradients.hide(final=final)
+        engine.hide(final=final)
 
 
 def prepare(trainer: Any, engine: Engine) -> None:
@@ -203,7 +203,7 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         elif _clips_by_hook(trainer):
             engine().clip_grad_value_(clip_val)
         else:  # the engine clips those of blocks when they are complete
-            engine().window_gradients.clip_rest()
+            engine().clip_rest()
 
     hooked, clips = module.configure_gradient_clipping, getattr(plugin, CLIP_GRADIENTS)
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -222,13 +222,13 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
     def shown_before_zeroing(*args: Any, **kwargs: Any) -> None:
         # Before the first plan nothing has been used.
         used = present()
-        with used.window_gradients.showing_used() if used is not None else nullcontext():
+        with used.showing_used() if used is not None else nullcontext():
             before_zeroing(*args, **kwargs)
 
     def hidden(*args: Any, **kwargs: Any) -> Any:
         """Hide gradients after the hooks that look at them: the engine clips them where they are."""
         if present() is not None:
-            engine().window_gradients.hide(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val))
+            engine().hide(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val))
         return clips(*args, **kwargs)
 
     def configure_gradient_clipping(*args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,6 @@ from lt_offload.execute.blocks.run import BlockFunction, BlockRun
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.memory.streaming import Streaming
-from lt_offload.execute.memory.tensors import Weight
 from lt_offload.model.calls import BlockOutput
 from lt_offload.schema.profile import RECORDED, OptionName
 
@@ -69,11 +68,10 @@ class DeferredForwards:
         options: Sequence[OptionName],
         runs: BlockRuns,
         streaming: Streaming,
-        blocks: Sequence[Sequence[Weight]],
         watch: Callable[[int, Sequence[Tensor]], None],
     ) -> None:
         self._count, self._options = count, options
-        self._runs, self._streaming, self._blocks = runs, streaming, blocks
+        self._runs, self._streaming = runs, streaming
         self._watch = watch
         # Weakly: a loss that is dropped takes the outer graph with it, and with that what the forward has saved.
         self._known: list[weakref.ref[DeferredForward]] = []
@@ -119,7 +117,7 @@ class DeferredForwards:
         def stream(*args: Any, **kwargs: Any) -> Any:
             return self._streaming.forward(index, forward, args, kwargs)
 
-        waiting = self._runs.make_waiting(index, stream, self._blocks[index], args, kwargs, present.last_output)
+        waiting = self._runs.make_waiting(index, stream, args, kwargs, present.last_output)
         del args, kwargs
         present.runs.append(waiting)
         present.originals.append(forward)
@@ -132,7 +130,7 @@ class DeferredForwards:
         else:
             out = waiting.run_frozen(save=waiting.sources is None)
         present.last_output = BlockOutput(out)
-        if index == len(self._blocks) - 1:
+        if index == len(self._options) - 1:
             self._present = None  # the graph holds it from here on
         return out
 

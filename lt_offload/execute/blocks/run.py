@@ -27,7 +27,6 @@ from lt_offload.execute.blocks.inner_tensors import InnerTensors
 from lt_offload.execute.blocks.shared_inputs import RunningTotal
 from lt_offload.execute.blocks.slices import GraphEntry, PlannedBlock, Slice, count_uses
 from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, SavedTensors, given_back
-from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.model.calls import BlockNode, tensors_of
 from lt_offload.model.parts import Joint, Outputs, check_same
@@ -53,7 +52,6 @@ class BlockRun:
         self,
         block: PlannedBlock,
         body: Callable[..., Any],
-        weights: Sequence[Weight],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -62,7 +60,7 @@ class BlockRun:
         gradients: Gradients | None,
     ) -> None:
         self.block, self.index, self.name = block, block.index, block.name
-        self.option, self.body, self.weights = block.option, body, weights
+        self.option, self.body, self.weights = block.option, body, block.weights
         self.offloader: ActivationOffloader | None = None
         if block.option in TRAVELLING:
             self.offloader = ActivationOffloader(block.device, pool, str(block.index))
@@ -83,7 +81,7 @@ class BlockRun:
         for slot in self._slots:
             self.inputs.append(leaves[slot])
             leaves[slot] = None  # nobody but the option decides how long an input stays
-        self.needs_backward = True in self._needs_grad or True in [w.param.requires_grad for w in weights]
+        self.needs_backward = True in self._needs_grad or True in [w.param.requires_grad for w in self.weights]
         """True if a gradient can reach the block's weights or inputs."""
         # Cut only now: a slice's own view of an activation would keep the whole of it.
         arguments = [leaves] if self._cut is None else self._cut.parts(leaves)

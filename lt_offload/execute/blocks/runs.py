@@ -32,21 +32,23 @@ from lt_offload.schema.plan import Op
 class BlockRuns:
     """Makes and finds the runs of blocks, and sees which are called with what the previous block returned.
 
-    Without a ``program`` forwards are streamed only, and blocks leave nothing behind.
+    ``blocks`` are the weights of each. ``gradients`` is told between the backwards of two parts of a batch.
     """
 
-    def __init__(self, device: Device, pool: HostPool, structure: Structure, program: Program | None) -> None:
-        self._pool, self._structure = pool, structure
+    def __init__(
+        self,
+        device: Device,
+        pool: HostPool,
+        structure: Structure,
+        program: Program,
+        blocks: Sequence[Sequence[Weight]],
+        gradients: Gradients,
+    ) -> None:
+        self._pool, self._gradients = pool, gradients
         self._repeats = Repeats(device)
-        self.repeated = program.repeated if program is not None else set()
-        """Blocks that run a second time for their backward."""
+        self._blocks = planned_blocks(structure, program, blocks, device, self._repeats)
         self.uses: dict[int, Counter[int]] = {}
         """By block, how often it uses each of its inputs; counted in its first backward."""
-        self.parted = program is not None and program.parts > 1
-        """Blocks take a batch in parts."""
-        self.gradients: Gradients | None = None
-        """The collector that is told between the backwards of two parts."""
-        self._blocks = planned_blocks(structure, program, device, self._repeats) if program is not None else []
         self._recomputes = any(block.recomputed for block in self._blocks)
         self._runs: dict[int, weakref.ref[BlockRun]] = {}
         """They live as long as the outer graph: a forward whose loss is dropped leaves nothing behind."""
@@ -66,16 +68,9 @@ class BlockRuns:
         runs = [ref() for ref in self._runs.values()]
         return any(run is not None and not run.done for run in runs)
 
-    def make(
-        self,
-        index: int,
-        forward: Callable[..., Any],
-        weights: Sequence[Weight],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> BlockRun:
+    def make(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> BlockRun:
         """Return the run of a block that is about to run first; ``PlanError`` if its input could not be had again."""
-        run = self._make(self._blocks[index], forward, weights, args, kwargs)
+        run = self._make(self._blocks[index], forward, args, kwargs)
         if self._last_output is not None:
             run.sources = self._last_output.sources(run.inputs)
         if index == 0:
@@ -90,7 +85,7 @@ class BlockRuns:
         if run.option == "discard" and run.sources is None:
             raise PlanError(
                 f"the plan discards the input of block {run.name} (option 'discard'), but the block is not called with "
-                f"what block {self._name(index - 1)} returned; plan it as 'recompute' or 'reload'"
+                f"what block {self._blocks[index - 1].name} returned; plan it as 'recompute' or 'reload'"
             )
         return run
 
@@ -98,33 +93,23 @@ class BlockRuns:
         self,
         index: int,
         forward: Callable[..., Any],
-        weights: Sequence[Weight],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         previous: BlockOutput | None,
     ) -> BlockRun:
         """Return the run of a block of a forward that will run again as a whole (``deferred.py``)."""
         block = replace(self._blocks[index], option="recompute", recomputed=True, cutter=None)
-        run = self._make(block, forward, weights, args, kwargs)
+        run = self._make(block, forward, args, kwargs)
         if previous is not None:
             run.sources = previous.sources(run.inputs)
         if run.sources is not None:
             run.option = "discard"
         return run
 
-    def _make(
-        self,
-        block: PlannedBlock,
-        forward: Callable[..., Any],
-        weights: Sequence[Weight],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> BlockRun:
+    def _make(self, block: PlannedBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> BlockRun:
         if block.index == 0:
             self._repeats.begin()
-        return BlockRun(
-            block, forward, weights, args, kwargs, pool=self._pool, uses=self.uses, gradients=self.gradients
-        )
+        return BlockRun(block, forward, args, kwargs, pool=self._pool, uses=self.uses, gradients=self._gradients)
 
     def returned(self, out: Any) -> None:
         """Note what the block that ran last has returned."""
@@ -144,8 +129,9 @@ class BlockRuns:
         run = self.find(op.block)
         if run is None or not run.can_recompute(outputs):
             raise PlanError(
-                f"op {op.id} runs block {self._name(op.block)} again, whose input is neither saved nor the output of "
-                "the op before; the plan has to save it (option 'recompute' or 'reload') or run the block before again"
+                f"op {op.id} runs block {self._blocks[op.block].name} again, whose input is neither saved nor the "
+                "output of the op before; the plan has to save it (option 'recompute' or 'reload') or run the block "
+                "before again"
             )
         if run.offloader is not None:
             # A prefetch op has done this as a rule. A plan without one pays here: nothing runs beside the copy.
@@ -182,17 +168,17 @@ class BlockRuns:
         self._frozen.clear()
         self._last_output = None
 
-    def _name(self, index: int) -> str:
-        return self._structure.blocks[index].name
 
-
-def planned_blocks(structure: Structure, program: Program, device: Device, repeats: Repeats) -> list[PlannedBlock]:
-    """Return how each block runs by ``program``."""
+def planned_blocks(
+    structure: Structure, program: Program, blocks: Sequence[Sequence[Weight]], device: Device, repeats: Repeats
+) -> list[PlannedBlock]:
+    """Return how each of the blocks, which have these weights, runs by ``program``."""
     return [
         PlannedBlock(
             index=index,
             name=block.name,
             device=device,
+            weights=weights,
             option=option,
             recomputed=index in program.recomputed,
             steady=index in program.steady,
@@ -202,7 +188,7 @@ def planned_blocks(structure: Structure, program: Program, device: Device, repea
             held=[buffers_of(module) for module in block.module.modules()],
             cutter=cutter,
         )
-        for index, (block, option, cutter) in enumerate(
-            zip(structure.blocks, program.options, cutters(structure, program.parts), strict=True)
+        for index, (block, weights, option, cutter) in enumerate(
+            zip(structure.blocks, blocks, program.options, cutters(structure, program.parts), strict=True)
         )
     ]

@@ -24,6 +24,7 @@ from lt_offload.execute.blocks.inner_tensors import InnerTensors
 from lt_offload.execute.blocks.repeats import Repeats
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import Moved
+from lt_offload.execute.memory.tensors import Weight
 from lt_offload.model.calls import EntryNode, edges, tensors_of
 from lt_offload.model.parts import Cutter
 from lt_offload.model.saving import CacheCostly
@@ -39,18 +40,19 @@ class PlannedBlock:
     index: int
     name: str
     device: Device
+    weights: Sequence[Weight]
     option: OptionName
-    recomputed: bool
-    """The plan recomputes the block before its backward, whatever its option."""
-    steady: bool
-    """Its weights stay at one address from the forward to the backward."""
     graphed: bool
     """It always runs with a graph: without one torch would run other code, perhaps with other last bits."""
     effects: Effects
     repeats: Repeats
     held: list[dict[str, Tensor | None]]
     """The buffers of each of its modules, as the modules hold them."""
-    cutter: Cutter | None
+    recomputed: bool = False
+    """The plan recomputes the block before its backward, whatever its option."""
+    steady: bool = False
+    """Its weights stay at one address from the forward to the backward."""
+    cutter: Cutter | None = None
     """Cuts its batches into parts; None: the block takes all of a batch at once."""
 
     @property

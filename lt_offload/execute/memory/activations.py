@@ -376,7 +376,7 @@ class ActivationOffloader:
         """Take host memory for all storages, side by side."""
         sizes = [storage.nbytes for storage in self._storages]
         self._nbytes = sum(sizes)
-        self._host = self.pool.take(sum([round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes]), self)
+        self._host = self.pool.take(sum([-(-nbytes // _HOST_ALIGNMENT) for nbytes in sizes]) * _HOST_ALIGNMENT, self)
         with _no_modes():
             self._places = self._host.places([storage.form for storage in self._storages])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -47,12 +46,6 @@ class LoopCalls(ABC):
     @abstractmethod
     def finish(self) -> None:
         """End the iteration: every gradient has arrived, every update is done or queued."""
-
-    @property
-    def window_gradients(self) -> Self:
-        """The engine itself, where it trains."""
-        assert self.gradients is not None, "training needs a plan"
-        return self
 
     @property
     def _clipping(self) -> Clipping:

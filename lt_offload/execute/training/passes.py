@@ -24,6 +24,7 @@ from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.interpreter import Interpreter
 from lt_offload.execute.iteration import Iteration, State
+from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.bound_weights import BoundWeights
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import Streaming
@@ -80,7 +81,7 @@ class Passes:
         weights: Sequence[Weight],
         blocks: Sequence[list[Weight]],
         *,
-        runs: BlockRuns,
+        pool: HostPool,
         iteration: Iteration,
         residency: Residency,
         streaming: Streaming,
@@ -92,7 +93,8 @@ class Passes:
         step: OptimizerStepHook,
     ) -> None:
         self._structure, self._weights, self._blocks = structure, weights, blocks
-        self._runs, self._iteration, self._window = runs, iteration, iteration.window
+        self._iteration, self._window = iteration, iteration.window
+        runs = self._runs = BlockRuns(recorder.device, pool, structure, program, blocks, gradients)
         self._residency, self._gradients, self._recorder = residency, gradients, recorder
         self._guard, self._setup, self._view, self._step = guard, setup, view, step
         self._presence = {
@@ -111,7 +113,7 @@ class Passes:
         self._consumers = Consumers(lambda index: structure.blocks[index].name, runs.uses)
         self._own = [OwnParameters(block.name, block.module) for block in structure.blocks]
         self._deferred = DeferredForwards(
-            program.deferred_forwards, program.options, runs, streaming, blocks, self._consumers.watch
+            program.deferred_forwards, program.options, runs, streaming, self._consumers.watch
         )
         self._surveyed: list[SurveyedForward] = []
         self.uses, self.gradients = runs.uses, gradients
@@ -128,6 +130,11 @@ class Passes:
         """Forwards that wait for others before their backward."""
         surveyed = sum(not forward.begun and forward.alive for forward in self._surveyed)
         return self._deferred.waiting + surveyed
+
+    @property
+    def open(self) -> bool:
+        """True if a backward of the present pass is still to come."""
+        return self._runs.open
 
     def join(self, of_all: SumsOfAll, common: CommonUpdates | None) -> None:
         """Other processes train the same model."""
@@ -214,7 +221,7 @@ class Passes:
             self._recorder.begin()
 
     def _make_run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> BlockRun:
-        run = self._runs.make(index, forward, self._blocks[index], args, kwargs)
+        run = self._runs.make(index, forward, args, kwargs)
         if run.needs_backward:
             for weight in self._blocks[index]:
                 weight.uses += len(run.slices) * weight.param.requires_grad
@@ -421,6 +428,11 @@ class Passes:
         self._recorder.device.drain()
         self.reset()
         self._residency.unsettle()
+
+    def close(self) -> None:
+        """Drop every run and what it has saved."""
+        self._runs.close()
+        self.forget_deferred()
 
     def forget_deferred(self) -> None:
         """Drop forwards that wait for others."""

@@ -60,24 +60,21 @@ class Survey:
         self.shared = SharedInputs()
         self.runs: list[BlockRun | None] = []
         """Runs of the calls of blocks in turn; None where no gradient can reach it."""
+        tensors = [param for _, param in structure.tensors]
         self._blocks = [
             PlannedBlock(
                 index=index,
                 name=block.name,
                 device=device,
+                weights=[self._weights[tensors[t]] for t in block.tensors],
                 option="offload",
-                recomputed=False,
-                steady=False,
                 graphed=is_compiled(block.module),
                 effects=Effects(block.module),
                 repeats=Repeats(device),
                 held=[buffers_of(module) for module in block.module.modules()],
-                cutter=None,
             )
             for index, block in enumerate(structure.blocks)
         ]
-        tensors = [param for _, param in structure.tensors]
-        self._members = [[self._weights[tensors[t]] for t in block.tensors] for block in structure.blocks]
         self._own = [OwnParameters(block.name, block.module) for block in structure.blocks]
         self._pool = HostPool(device)
         self.unplanned = False
@@ -110,7 +107,7 @@ class Survey:
         that ``cutter`` makes of the batch. ``again`` runs it a second time; None if it must run once. ``reached`` is
         told which outputs gradients will come to.
         """
-        block, weights = self._blocks[index], self._members[index]
+        block = self._blocks[index]
         if functorch_level() is not None:
             raise limits.TRANSFORMED.error(f"block {block.name} was called in a transform")
         limits.check_call(block.name, kwargs)
@@ -118,12 +115,12 @@ class Survey:
         kind = type(self._structure.blocks[index].module)
         keeps = again is None or self._used + self._saved[kind] <= self._room
         block = replace(block, option="offload" if keeps else "reload", recomputed=not keeps, cutter=cutter)
-        run = BlockRun(block, body, weights, args, kwargs, pool=self._pool, uses={}, gradients=None)
+        run = BlockRun(block, body, args, kwargs, pool=self._pool, uses={}, gradients=None)
         del args, kwargs
         run.reached = reached
         assert run.offloader is not None
         run.offloader.everything = True
-        with self._suspended, _present(weights):
+        with self._suspended, _present(run.weights):
             if not run.needs_backward:
                 self.runs.append(None)
                 return run.run_frozen()
@@ -143,7 +140,7 @@ class Survey:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Within the context, note which rows of tied tables the blocks look up, which holds their numbers."""
-        uses: Counter[Tensor] = Counter(weight.param for members in self._members for weight in members)
+        uses: Counter[Tensor] = Counter(weight.param for block in self._blocks for weight in block.weights)
         with ExitStack() as stack:
             for block in (block for block in self._structure.blocks if not is_compiled(block.module)):
                 layers = [module for module in block.module.modules() if isinstance(module, nn.Embedding)]
