@@ -421,10 +421,7 @@ _FACTORIES = {
 
 
 class StateAllocator(OperationMode):
-    """Lets the first update of weights create its states in memory that is there for them, as far as it goes.
-
-    ``places`` are weights, as the update sees them, with memory for the states of each.
-    """
+    """Lets the first update of ``places`` (weights, memory) make its states there, as far as that memory goes."""
 
     def __init__(self, places: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__()

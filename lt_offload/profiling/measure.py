@@ -108,10 +108,7 @@ def check_use(
     run: Run | None = None,
     micro_batches: int = 1,
 ) -> Structure:
-    """Run ``model`` once, as :func:`profile` does, to refuse a model that no plan trains exactly; measures nothing.
-
-    Returns its blocks in the order in which it calls them.
-    """
+    """Run ``model`` once to refuse one that no plan trains exactly; return its blocks in the order of their calls."""
 
     def made(structure: Structure) -> FirstStep:
         return FirstStep(model, structure, optimizer, device, parts=micro_batches, code=uncompiled)

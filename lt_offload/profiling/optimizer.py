@@ -75,10 +75,7 @@ figures of the cores that there were are in ``results/bench-update.json``."""
 
 
 def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
-    """Return ``optimizer``, made for ``parameters`` if a factory is passed.
-
-    Raises ``ConfigError`` if there is nothing to train.
-    """
+    """Return ``optimizer``, made for ``parameters`` by a factory; ``ConfigError`` if there is nothing to train."""
     if isinstance(optimizer, Optimizer):
         return optimizer
     if not parameters:
@@ -362,10 +359,7 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
 
 
 def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> tuple[dict[int, float], bool]:
-    """Return the speed of updates on the host by number of threads, measured as the engine will run them.
-
-    Behind it, whether the compiled kernel does them.
-    """
+    """Return the speed of updates on the host by number of threads, and whether the compiled kernel does them."""
     cores = len(node.cores) or len(os.sched_getaffinity(0))
     before = torch.get_num_threads()
 

@@ -288,7 +288,7 @@ class OffmateStrategy(Checkpoints):
         """Plan before training, as not even forwards fit without a plan: an error then mostly names enough memory.
 
         A step that needs objects of later hooks is planned with its first batch: there is no engine until then. Raises
-        ``OffloadError`` that of planning, or ``why``.
+        the ``OffloadError`` of planning, or ``why``.
         """
         self._close_engine()
         move_rest(self._module, self._structure(), torch.device("cpu"))

@@ -229,10 +229,7 @@ def _queued(
     writes: Sequence[Cell],
     groups: Sequence[LiveGroup] = (),
 ) -> GradientOffload:
-    """Queue the copies ``pairs`` of gradients of ``items``, as one task that begins after ``freed``.
-
-    They change ``writes`` and the host copies of ``groups``.
-    """
+    """Queue the copies ``pairs`` for ``items`` as one task after ``freed``; it changes ``writes`` and ``groups``."""
     label = f"offload grad {op.block}"
     memory = Cell(label)
     task = HostTask(lane="d2h", op=op.id, label=label, nbytes=sum([host.nbytes for host, _ in pairs]))

@@ -256,10 +256,7 @@ class _SavedAttributes:
         return chain.from_iterable(chain(self._dicts, map(dict.values, self._dicts), self._lists))
 
     def _found(self) -> tuple[list[int], list[int]]:
-        """Return the sizes of all dictionaries and lists, and the identities of what is in them.
-
-        In C: a plan that recomputes asks several times for every block, and there are a hundred of them in a block.
-        """
+        """Return sizes and contents of all dictionaries and lists by identity; in C, as there are a hundred a block."""
         return [*map(len, self._dicts), *map(len, self._lists)], [*map(id, self._all())]
 
     def unchanged(self) -> bool:

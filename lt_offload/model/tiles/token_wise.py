@@ -137,10 +137,7 @@ class _TokenWise(OperationMode):
 
     @classmethod
     def check(cls, module: nn.Module, inputs: list[Tensor]) -> bool | None:
-        """Return whether ``module``, called with ``inputs``, may draw random numbers; None if it saves too little.
-
-        Raises ``_MixesError`` if it cannot be tiled.
-        """
+        """Return whether ``module`` may draw; None if it saves too little. ``_MixesError`` if it cannot be tiled."""
         saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:

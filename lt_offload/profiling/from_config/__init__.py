@@ -191,10 +191,7 @@ def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:
 
 
 def load_model_config(config: str | Path | PreTrainedConfig) -> PreTrainedConfig:
-    """Return a Hugging Face configuration from a shipped name, a JSON file or a folder.
-
-    Raises ``ConfigError`` if there is no such configuration, or it is not a valid one.
-    """
+    """Return a Hugging Face configuration from a shipped name, a JSON file or a folder; or ``ConfigError``."""
     from transformers import AutoConfig
 
     if not isinstance(config, (str, Path)):
