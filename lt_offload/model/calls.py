@@ -18,6 +18,7 @@ from lt_offload.model.parts import Cut, Cutter
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.contexts import Ambient, within
 from lt_offload.model.state.effects import Effects, Rest
+from lt_offload.model.state.generators import global_states, set_global_states
 from lt_offload.model.state.handed import Containers
 from lt_offload.schema.profile import COLLECTED_BELOW
 
@@ -81,17 +82,15 @@ class Call:
 
     def draws(self) -> list[Tensor]:
         """Return the states of torch's global generators that the block may draw from."""
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._gpus)]
+        return global_states(self._devices)
 
     def draw_from(self, states: list[Tensor]) -> None:
         """Let the block draw what follows these states."""
-        torch.set_rng_state(states[0])
-        for device, state in zip(self._gpus, states[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
+        set_global_states(states, self._devices)
 
     @property
-    def _gpus(self) -> list[torch.device]:
-        return sorted({leaf.device for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}, key=str)
+    def _devices(self) -> list[torch.device]:
+        return sorted({leaf.device for leaf in self.leaves if isinstance(leaf, Tensor)}, key=str)
 
     def cut(self) -> Cut | None:
         """Return how the batch is cut; None if it is not."""

@@ -28,6 +28,7 @@ from lt_offload.compat.torch import foreach_copy_
 from lt_offload.execute.device.lanes import Lane, Lanes, Span, Task, TaskRunner, plain_torch
 from lt_offload.machine.host_memory import HostMemory
 from lt_offload.machine.pages import Pages
+from lt_offload.model.state.generators import global_states, set_global_states
 
 if TYPE_CHECKING:
     from lt_offload.execute.device.arena import Arena
@@ -299,18 +300,12 @@ class Device(ABC):
     def rng_state(self) -> list[torch.Tensor]:
         """Return the state of every generator a block may draw from (CPU, and the device's own)."""
         with plain_torch():
-            return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
+            return global_states([self.torch_device])
 
     def set_rng_state(self, state: list[torch.Tensor]) -> None:
         """Restore what ``rng_state`` returned."""
         with plain_torch():
-            torch.set_rng_state(state[0])
-            for gpu, own in zip(self._gpus, state[1:], strict=True):
-                torch.cuda.set_rng_state(own, gpu)
-
-    @property
-    def _gpus(self) -> list[torch.device]:
-        return [self.torch_device] if self.torch_device.type == "cuda" else []
+            set_global_states(state, [self.torch_device])
 
     # -- figures -----------------------------------------------------------------------------------------------------
 

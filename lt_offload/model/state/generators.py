@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,26 +67,32 @@ def _bits_of(generator: Any) -> Any:
     return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
-def global_states(x: Tensor) -> list[Tensor]:
-    """Return the states of torch's generators that a module called with ``x`` may draw from; none if ``x`` is fake."""
-    if x.is_meta or type(x).__name__ == "FakeTensor":
-        return []
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else [])]
+def global_states(devices: Iterable[torch.device]) -> list[Tensor]:
+    """Return the states of torch's global generators: that of the CPU, and those of the GPUs among ``devices``."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in devices if gpu.type == "cuda")]
+
+
+def set_global_states(states: Sequence[Tensor], devices: Iterable[torch.device]) -> None:
+    """Let torch's global generators go on from ``states``, what :func:`global_states` has returned."""
+    torch.set_rng_state(states[0])
+    for gpu, state in zip((device for device in devices if device.type == "cuda"), states[1:], strict=True):
+        torch.cuda.set_rng_state(state, gpu)
+
+
+def states_for(x: Tensor) -> list[Tensor]:
+    """Return the states that a module called with ``x`` may draw from; none if ``x`` is fake."""
+    return [] if x.is_meta or type(x).__name__ == "FakeTensor" else global_states([x.device])
 
 
 @contextmanager
 def drawing(x: Tensor, states: Sequence[Tensor]) -> Iterator[None]:
     """Let a module called with ``x`` draw what follows ``states``, and nobody else notice; without states whatever."""
-    now = global_states(x) if states else []
+    if not states:
+        yield
+        return
+    now = global_states([x.device])
     try:
-        _set_global_states(x, states)
+        set_global_states(states, [x.device])
         yield
     finally:
-        _set_global_states(x, now)
-
-
-def _set_global_states(x: Tensor, states: Sequence[Tensor]) -> None:
-    for state in states[:1]:
-        torch.set_rng_state(state)
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state, x.device)
+        set_global_states(now, [x.device])

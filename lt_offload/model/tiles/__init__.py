@@ -26,7 +26,7 @@ from lt_offload.model.compiled import StandIn, cover, is_compiled, kernels_of
 from lt_offload.model.parts import sizes_of
 from lt_offload.model.saving import in_tiles, run_in_tiles
 from lt_offload.model.state.contexts import ambient, within
-from lt_offload.model.state.generators import drawing, global_states
+from lt_offload.model.state.generators import drawing, states_for
 from lt_offload.model.tiles.token_wise import modules_of
 
 Forward = Callable[..., Tensor]
@@ -204,7 +204,7 @@ class _InTiles(torch.autograd.Function):
         ctx.places = _places(tile.module, weights)
         # Without autocast's cache: it would give the casts of this run, which has no graph, to a run that has one.
         ctx.ambient = ambient()._replace(caches_casts=False)
-        ctx.draws = global_states(args[0]) if tile.draws else []
+        ctx.draws = states_for(args[0]) if tile.draws else []
         ctx.save_for_backward(*args)
         with within(ctx.ambient):
             return _joined(args[0], tile.parts(args, tile.plain))

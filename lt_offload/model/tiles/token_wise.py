@@ -18,7 +18,7 @@ from lt_offload.compat.torch import address_of, all_hooks_of, schema_of
 from lt_offload.machine.accounting import storage_bytes, tensors_in
 from lt_offload.machine.dispatch import OperationMode
 from lt_offload.model.blocks import find_blocks
-from lt_offload.model.state.generators import drawing, global_states
+from lt_offload.model.state.generators import drawing, states_for
 
 _SAMPLES, _TOKENS = 3, 7
 """The form of the input on which modules are tried."""
@@ -91,7 +91,7 @@ def _tried(module: nn.Module, dtype: torch.dtype) -> bool | None:
         for width in [*dict.fromkeys(sizes)][:_WIDTHS]:
             x = torch.zeros(_SAMPLES, _TOKENS, width, dtype=dtype, device=weights[0].device)
             try:
-                with drawing(x, global_states(x)):
+                with drawing(x, states_for(x)):
                     return _TokenWise.check(module, [x.clone() for _ in inputs])
             except _MixesError:
                 return None
