@@ -85,7 +85,7 @@ def load_model(
     config = load_config(name, architecture if init == "random" else None)
     planned = load_config(name, architecture) if init == "pretrained" and architecture is not None else config
     for key in _SHAPE_KEYS:
-        actual, expected = getattr(config, key, None), getattr(planned, key, None)
+        actual, expected = (getattr(one, key, getattr(one.get_text_config(), key, None)) for one in (config, planned))
         if actual != expected:
             raise ConfigError(
                 f"model.name={name!r} has {key}={actual}, but the configuration in model.architecture has {expected}; "

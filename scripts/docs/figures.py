@@ -95,7 +95,7 @@ def _range(what: str, values: Sequence[float], form: str, command: str) -> list[
 _RANGES = ("bench-emulated", "bench-clipping", "bench-predictions", "bench-gaps", "fits")
 
 
-_SHOWN = ("llama3-8b", "phi3-mini")
+_SHOWN = ("llama3-8b",)
 """Models of which the table of cards is shown; results/ has more."""
 
 
@@ -158,6 +158,25 @@ _SHORT = {
 """Methods of ``lt-finetune new`` in a cell."""
 
 
+def large(results: Sequence[Result]) -> str:
+    """Return the least RAM that is enough beside each card, and the speed with it, for models larger than cards."""
+    if not results:
+        return ""
+    settings, made = results[0]["settings"], origins(results)
+    cards = [f"{memory.replace('GB', ' GB')}, {card}" for card, memory in settings["memory"].items()]
+    rows = ["| | " + " | ".join(cards) + " |", "|---" * (len(cards) + 1) + "|"]
+    for row in results[0]["figures"]["rows"]:
+        cells = (_with_ram(row["cells"][card]) for card in settings["memory"])
+        rows.append(f"| {row['title']} | {' | '.join(cells)} |")
+    return "\n".join([*rows, "", f"**Simulated**, 16 x 512 tokens, by `python -m scripts.docs.large` ({made})."])
+
+
+def _with_ram(cell: dict[str, Any]) -> str:
+    if "reason" in cell:
+        return f"no: {cell['reason']}"
+    return f"{cell['ram'].replace('GB', ' GB')}: {cell['tokens_per_s']:.0f}"
+
+
 def longest(results: Sequence[Result]) -> str:
     """Return the longest sequences by card, without tiles of tokens and with them."""
     if not results:
@@ -178,6 +197,7 @@ def longest(results: Sequence[Result]) -> str:
 
 BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {
     "at-home": at_home,
+    "large": large,
     "longest": longest,
     "fits": fits,
 }

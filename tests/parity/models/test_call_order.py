@@ -65,6 +65,31 @@ def gemma4() -> Any:
     )
 
 
+def gemma4_e2b() -> Any:
+    """Later layers take the keys and values of earlier ones; what is there for pictures and sounds is not called."""
+    inputs = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "global_head_dim": 16}
+    kinds = ["sliding_attention", "full_attention"] * 3
+    sharing = {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "layer_types": kinds}
+    capped = {"final_logit_softcapping": 30.0, "sliding_window": 4, "use_cache": False, "num_key_value_heads": 1}
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    pictures = {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 16, "use_clipped_linears": True}
+    sounds = {"output_proj_dims": 16, "subsampling_conv_channels": [4, 4]}
+    return transformers.Gemma4Config(
+        text_config=SIZES | inputs | sharing | capped, vision_config=tower | pictures, audio_config=tower | sounds
+    )
+
+
+def gemma4_12b() -> Any:
+    """Layers of one kind have their keys for values; what takes pictures and sounds is not called."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    text = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 16, "layer_types": kinds}
+    text |= {"final_logit_softcapping": 30.0, "sliding_window": 4, "use_cache": False}
+    pictures = {"mm_embed_dim": 16, "output_proj_dims": 16, "mm_posemb_size": 8}
+    return transformers.Gemma4UnifiedConfig(
+        text_config=SIZES | text, vision_config=pictures, audio_config={"audio_embed_dim": 16}
+    )
+
+
 def olmo_hybrid() -> Any:
     """Two classes of layers take turns."""
     linear = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
@@ -88,7 +113,7 @@ def blenderbot() -> Any:
     return config("BlenderbotSmallConfig", is_decoder=True, use_cache=False, scale_embedding=True, **sizes)
 
 
-CAUSAL = {make.__name__: make for make in (gemma4, olmo_hybrid, prophetnet, blenderbot)}
+CAUSAL = {make.__name__: make for make in (gemma4, gemma4_e2b, gemma4_12b, olmo_hybrid, prophetnet, blenderbot)}
 MASKED = {"bert": lambda: config("BertConfig"), "esm": lambda: config("EsmConfig", mask_token_id=3)}
 
 
@@ -184,6 +209,8 @@ class Refining(nn.Module):
 
 KINDS: list[tuple[str, Make, Any, int]] = [
     ("gemma4", causal("gemma4"), text, 10),
+    ("gemma4_e2b", causal("gemma4_e2b"), text, 12),
+    ("gemma4_12b", causal("gemma4_12b"), text, 7),
     ("olmo_hybrid", causal("olmo_hybrid"), text, 7),
     ("prophetnet", causal("prophetnet"), text, 6),
     ("blenderbot", causal("blenderbot"), text, 7),

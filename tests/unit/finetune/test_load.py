@@ -59,6 +59,12 @@ def test_another_architecture_than_the_recipe_planned_for(folder: Path) -> None:
     assert load.load_model(str(folder), architecture=str(folder / "config.json")).config.hidden_size == 32
 
 
+def test_another_size_of_a_model_with_parts(tmp_path: Path) -> None:
+    load.load_config("unused", "gemma4-e2b").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"hidden_size=1536.*model\.architecture has 2560"):
+        load.load_model(str(tmp_path), architecture="gemma4-e4b")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
