@@ -258,7 +258,7 @@ class FineTune(LightningModule):
         config = load.load_config(self.name, self.architecture if self.init == "random" else None)
         self.vocabulary = len(data.tokenizer)
         self._check_rows(config.get_text_config().vocab_size, self.init)
-        self.check_data(config, data)
+        self.check_data(config, data, self.trainer.strategy)
         absent = [token for token in self.new_tokens if token not in data.tokenizer.get_vocab()]
         if absent:
             raise ConfigError(
@@ -266,9 +266,9 @@ class FineTune(LightningModule):
                 "FineTuneData the same new_tokens"
             )
 
-    def check_data(self, config: Any, data: Any) -> None:
+    def check_data(self, config: Any, data: Any, strategy: Any = None) -> None:
         """Raise ``ConfigError`` if the data do not suit the settings, or a model of ``config``."""
-        check_pairs(self, data, None if trainer_of(self) is None else self.trainer.strategy)
+        check_pairs(self, data, strategy)
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and data.max_length > longest:
             raise ConfigError(

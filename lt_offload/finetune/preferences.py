@@ -103,6 +103,11 @@ def pair_loss(model: nn.Module, batch: Batch, beta: float) -> tuple[Tensor, ...]
     return dpo(log_probs(model, batch), reference, beta)
 
 
+def planned_loss(model: nn.Module, batch: Batch, beta: float) -> Tensor:
+    """Return the loss of a batch of pairs without references, for a plan."""
+    return pair_loss(model, batch | {REFERENCE: torch.zeros(len(batch["labels"]))}, beta)[0]
+
+
 def add_references(module: FineTune, data: FineTuneData) -> None:
     """Compute the references of the pairs that training will come to and that are not known yet."""
     trainer, reference = module.trainer, data.reference

@@ -43,7 +43,7 @@ class Example:
     def sides(self) -> dict[str, Example]:
         """Return the two examples of a pair by their roles."""
         parts = {"chosen": slice(self.second), "rejected": slice(self.second, None)}
-        return {role: Example(ids=self.ids[part], labels=self.labels[part]) for role, part in parts.items()}
+        return {role: Example(ids=self.ids[p], labels=self.labels[p], place=self.place) for role, p in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)

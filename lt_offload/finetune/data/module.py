@@ -522,7 +522,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
         assert self._train is not None or self._streamed is not None, "setup() comes first"
         width = self.max_length
         if not self.pack and self._train is not None:  # rows that are not packed may all be shorter than they could be
-            lengths = [rows.longest for rows in (self._train, self._validation) if rows]
+            lengths = [int(rows.longest.max()) for rows in (self._train, self._validation) if rows]
             width = padded_width(max(lengths, default=width), width)
         generator = torch.Generator().manual_seed(self.seed)
         rows: list[Row] = []

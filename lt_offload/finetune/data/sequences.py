@@ -246,9 +246,10 @@ class Sequences(Dataset[Row]):
         return made if self.reference is None else (*made, self.reference[index])
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest piece, 0 without any."""
-        return int((self.pieces[:, 2] - self.pieces[:, 1]).max(initial=0))
+    def longest(self) -> Integers:
+        """Tokens of the longest piece of each row."""
+        tokens = self.pieces[:, 2] - self.pieces[:, 1]
+        return np.maximum.reduceat(tokens, self._bounds[:-1]) if len(tokens) else tokens
 
     def take(self, numbers: Integers) -> Sequences:
         """Return the rows with these ``numbers``."""
