@@ -43,7 +43,7 @@ from lt_offload.finetune.optimizers import (
     mean_over,
     undivided,
 )
-from lt_offload.finetune.preferences import METRICS, add_references, check_pairs, pair_loss
+from lt_offload.finetune.preferences import BETA, METRICS, add_references, check_pairs, pair_loss, reference_log_probs
 from lt_offload.finetune.processes import is_first, mean, several, total
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.finetune.unused import as_written, refuse_unused
@@ -146,7 +146,7 @@ class FineTune(LightningModule):
         resize_vocab: bool = False,
         tokenizer: str | None = None,
         loss_average: LossAverage | None = None,
-        dpo_beta: float = 0.1,
+        dpo_beta: float = BETA,
         optimizer: OptimizerName = "adamw",
         state_dtype: Literal["bfloat16"] | None = None,
         master_weights: bool = False,
@@ -377,9 +377,7 @@ class FineTune(LightningModule):
         """Go on with another learning rate than the checkpoint's; warn if it never rises to ``lr``."""
         if self._lr_of_run is not None:
             self._take_learning_rate()
-        data: Any = getattr(self.trainer, "datamodule", None)
-        if getattr(data, "reference", None) is not None:
-            add_references(self, data)
+        add_references(self.trainer)
         total = self.trainer.estimated_stepping_batches
         if 0 < self.warmup_steps >= total:
             _log.warning(
@@ -462,8 +460,10 @@ class FineTune(LightningModule):
             settings: dict[str, Any] = {"prog_bar": name == "loss", "on_epoch": True, "on_step": False}
             self.log(f"val_{name}", whole, batch_size=count, sync_dist=True, **settings)
 
-    def predict_step(self, batch: dict[str, Any], batch_idx: int = 0) -> list[int]:
-        """Return the tokens that follow ``input_ids``; the rest of ``batch`` are arguments of ``continuation``."""
+    def predict_step(self, batch: dict[str, Any], batch_idx: int = 0) -> list[int] | Tensor:
+        """Return what follows ``input_ids``, by the other arguments of ``continuation``; of pairs their reference."""
+        if REFERENCE in batch:
+            return reference_log_probs(self.model, batch)
         options = {name: value for name, value in batch.items() if name != "input_ids"}
         return continuation(self.model, batch["input_ids"], **options)
 

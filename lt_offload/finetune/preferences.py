@@ -18,7 +18,6 @@ from lt_offload.finetune.data.batches import REFERENCE
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import total
 from lt_offload.finetune.terminal import clear, say, status
-from lt_offload.finetune.unused import refuse_unused
 from lt_offload.model.head import label_log_probs
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from lt_offload.finetune.module import FineTune
 
 Batch = dict[str, Tensor]
+BETA = 0.1
+"""What is usual for ``dpo_beta``."""
 _REWARDS = ("chosen", "rejected", "accuracies", "margins")
 METRICS = (*(f"rewards/{name}" for name in _REWARDS), "logps/chosen", "logps/rejected")
 """Figures of a batch beside its loss, as TRL calls them: means over its pairs."""
@@ -33,10 +34,12 @@ METRICS = (*(f"rewards/{name}" for name in _REWARDS), "logps/chosen", "logps/rej
 
 def check_pairs(module: FineTune, data: FineTuneData, strategy: Any = None) -> None:
     """Raise ``ConfigError`` for settings that do not suit pairs, or that nothing but pairs would take notice of."""
-    if not data.pairs:
-        settings = {"dpo_beta": module.dpo_beta}
-        beside = f"data.format={data.format}, whose rows are no pairs"
-        refuse_unused(type(module), "model.", settings, beside, instead="set data.format=preference")
+    if not getattr(data, "pairs", False):
+        if module.dpo_beta != BETA:
+            raise ConfigError(
+                f"model.dpo_beta={module.dpo_beta} changes nothing with data that are no pairs; set it to {BETA}, or "
+                "set data.format=preference"
+            )
         return
     if module.lora is None:
         has = "model.lora=null" if module.adapter is None else f"model.adapter={module.adapter!r}"
@@ -64,7 +67,7 @@ def check_pairs(module: FineTune, data: FineTuneData, strategy: Any = None) -> N
 
 def log_probs(model: nn.Module, batch: Batch) -> Tensor:
     """Return the log-probability of the learned tokens of each row of ``batch``, ``[rows]``, in fp32."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", REFERENCE)}
     logits = model(**inputs, use_cache=False).logits
     following = functional.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
     counts = following != IGNORED
@@ -96,10 +99,7 @@ def dpo(policy: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, ...]:
 
 def pair_loss(model: nn.Module, batch: Batch, beta: float) -> tuple[Tensor, ...]:
     """Return the loss of a batch of pairs, then its ``METRICS``; without gradients the reference is computed, too."""
-    batch = dict(batch)
-    reference = batch.pop(REFERENCE)
-    if not torch.is_grad_enabled():
-        reference = reference_log_probs(model, batch)
+    reference = batch[REFERENCE] if torch.is_grad_enabled() else reference_log_probs(model, batch)
     return dpo(log_probs(model, batch), reference, beta)
 
 
@@ -108,17 +108,18 @@ def planned_loss(model: nn.Module, batch: Batch, beta: float) -> Tensor:
     return pair_loss(model, batch | {REFERENCE: torch.zeros(len(batch["labels"]))}, beta)[0]
 
 
-def add_references(module: FineTune, data: FineTuneData) -> None:
-    """Compute the references of the pairs that training will come to and that are not known yet."""
-    trainer, reference = module.trainer, data.reference
+def add_references(trainer: Any) -> None:
+    """Compute the references of the pairs, if data are some, that training will come to and that are not known yet."""
+    if not getattr(trainer.datamodule, "pairs", False):
+        return
+    data: FineTuneData = trainer.datamodule
+    reference = data.reference
     assert reference is not None
     sums = torch.zeros(len(reference), 3)
     for number, (pairs, batch) in enumerate(data.unknown_pairs(), start=1):
         status(f"the model's own log-probabilities of the pairs, before the training: batch {number}")
-        moved = trainer.strategy.batch_to_device(batch)
-        moved.pop(REFERENCE)
-        with trainer.precision_plugin.val_step_context():
-            known = reference_log_probs(module.model, moved)
+        # As a step of the strategy, which knows where the model is and what memory there is for it.
+        known = trainer.strategy.predict_step(trainer.strategy.batch_to_device(batch), 0)
         sums[pairs, :2], sums[pairs, 2] = known.view(2, -1).T.cpu(), 1
     clear()
     sums = total(trainer, sums).cpu()

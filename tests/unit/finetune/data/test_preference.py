@@ -157,7 +157,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"dropout": 0.1}, "model.dropout=0.1 would make the model differ from its reference; set it to 0"),
     ({}, {"lora": LoraArgs(dropout=0.1)}, "model.lora.dropout=0.1 would make"),
     ({}, {"dpo_beta": 0.0}, "model.dpo_beta=0.0 is not positive and finite; choose a number such as 0.1"),
-    ({"format": "completion"}, {"dpo_beta": 0.2}, "model.dpo_beta=0.2 changes nothing with data.format=completion"),
+    ({"format": "completion"}, {"dpo_beta": 0.2}, "model.dpo_beta=0.2 changes nothing with data that are no pairs"),
     ({"format": "auto"}, {}, "holds preferences .*to learn to prefer .DPO., --data.format preference; to train on"),
 ]
 
