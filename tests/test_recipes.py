@@ -125,7 +125,7 @@ def merge(into: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def test_there_is_one_for_every_common_card_and_for_every_model_that_was_promised() -> None:
-    assert len(NAMES) <= 36
+    assert len(NAMES) <= 40
     assert {recipes.gigabytes(path) for path in recipes.shipped().values()} == {0, 8, 12, 16, 24}
     models = {settings(name)["model"]["architecture"] for name in NAMES}
     for_plans = {"gemma4-12b", "gemma4-e2b", "mistral-7b", "qwen3-0.6b", "tinyllama-1.1b"}
@@ -255,8 +255,10 @@ def test_a_scaled_down_model_trains_two_steps(
     Path("small.json").write_text(json.dumps(scaled_down(values)))
     rows = [{"instruction": f"Count to {n}.", "input": "", "output": "1 2 3"} for n in range(40)]
     Path("rows.json").write_text(json.dumps(rows))
+    pairs = [{"prompt": f"Count to {n}.", "chosen": "1 2 3", "rejected": "no"} for n in range(40)]
+    Path("pairs.json").write_text(json.dumps(pairs))
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
-    data = "text.txt" if merged["data"].get("format", "text") == "text" else "rows.json"
+    data = {"text": "text.txt", "preference": "pairs.json"}.get(merged["data"].get("format", "text"), "rows.json")
     code = main(
         [
             name, "--model.init", "random", "--model.architecture", "small.json",

@@ -28,7 +28,7 @@ from lt_offload.finetune.adapters import (
     check_adapters,
     choose_trained,
 )
-from lt_offload.finetune.data.batches import TOKENS
+from lt_offload.finetune.data.batches import REFERENCE, TOKENS
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.data.sequences import check_packing
 from lt_offload.finetune.generation import continuation
@@ -37,10 +37,13 @@ from lt_offload.finetune.optimizers import (
     WITH_BETAS,
     LossAverage,
     OptimizerName,
+    Schedule,
     check_precision,
+    lr_factor,
     mean_over,
     undivided,
 )
+from lt_offload.finetune.preferences import BETA, METRICS, add_references, check_pairs, pair_loss, reference_log_probs
 from lt_offload.finetune.processes import is_first, mean, several, total
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.finetune.unused import as_written, refuse_unused
@@ -54,8 +57,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
-
-Schedule = Literal["cosine", "linear", "constant"]
 
 _OWN = "transformers' own"
 _OF_FSDP = "_fsdp_wrapped_module."
@@ -106,6 +107,7 @@ class FineTune(LightningModule):
             means, in which the tokens of a batch with few of them count for more; null: ``tokens``, but ``batches``
             with loaders of one's own, which do not say how many tokens an update has, and with a ``training_step`` that
             does not call this one.
+        dpo_beta: with ``data.format: preference``, how closely the model stays to what it was, as TRL's ``beta``.
         optimizer: what updates the weights: ``adamw``, ``adamw8bit`` (moments in eight bits, by bitsandbytes'
             definition: 2 bytes per weight), ``adam``, ``sgd`` (with momentum 0.9) or ``adafactor``.
         state_dtype: ``bfloat16`` keeps the moments of ``adamw`` in that beside float32 weights, ``master_weights`` or
@@ -144,6 +146,7 @@ class FineTune(LightningModule):
         resize_vocab: bool = False,
         tokenizer: str | None = None,
         loss_average: LossAverage | None = None,
+        dpo_beta: float = BETA,
         optimizer: OptimizerName = "adamw",
         state_dtype: Literal["bfloat16"] | None = None,
         master_weights: bool = False,
@@ -188,6 +191,7 @@ class FineTune(LightningModule):
         self.resize_vocab = resize_vocab
         self.tokenizer = tokenizer
         self.loss_average: LossAverage | None = loss_average
+        self.dpo_beta = dpo_beta
         self.optimizer: OptimizerName = optimizer
         self.state_dtype: Literal["bfloat16"] | None = state_dtype
         self.master_weights = master_weights
@@ -206,8 +210,8 @@ class FineTune(LightningModule):
         """Frozen tensors that checkpoints leave out, as they are loaded from ``name``."""
         self.vocabulary: int | None = None
         """Number of tokens of the data's tokenizer; None: not known yet."""
-        self._losses: list[Tensor] = []
-        """Losses of the batches of the present update so far."""
+        self._losses: list[list[Tensor]] = []
+        """Losses of the batches of the present update so far, of pairs with their ``METRICS``."""
         self._tokens: Tensor | None = None
         """Tokens of the present update, the divisor of its losses."""
         self._untold: Tensor | None = None
@@ -218,9 +222,10 @@ class FineTune(LightningModule):
         """The learning rate of the run that is gone on with, if it is another one."""
 
     def _check_optimization(self) -> None:
-        """Raise ``ConfigError`` for settings of optimizer and schedule that cannot be, or would change nothing."""
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"model.lr={self.lr} is not positive and finite; choose a number such as 1e-5")
+        """Raise ``ConfigError`` for settings of loss or updates that cannot be, or would change nothing."""
+        for name, value, usual in (("lr", self.lr, "1e-5"), ("dpo_beta", self.dpo_beta, "0.1")):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"model.{name}={value} is not positive and finite; choose a number such as {usual}")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"model.weight_decay={self.weight_decay} is not 0 or a positive number; choose 0 to 0.1")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -253,7 +258,7 @@ class FineTune(LightningModule):
         config = load.load_config(self.name, self.architecture if self.init == "random" else None)
         self.vocabulary = len(data.tokenizer)
         self._check_rows(config.get_text_config().vocab_size, self.init)
-        self.check_data(config, data)
+        self.check_data(config, data, self.trainer.strategy)
         absent = [token for token in self.new_tokens if token not in data.tokenizer.get_vocab()]
         if absent:
             raise ConfigError(
@@ -261,8 +266,9 @@ class FineTune(LightningModule):
                 "FineTuneData the same new_tokens"
             )
 
-    def check_data(self, config: Any, data: Any) -> None:
-        """Raise ``ConfigError`` if sequences are longer than a model's of ``config``, or it mixes packed documents."""
+    def check_data(self, config: Any, data: Any, strategy: Any = None) -> None:
+        """Raise ``ConfigError`` if the data do not suit the settings, or a model of ``config``."""
+        check_pairs(self, data, strategy)
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and data.max_length > longest:
             raise ConfigError(
@@ -371,6 +377,7 @@ class FineTune(LightningModule):
         """Go on with another learning rate than the checkpoint's; warn if it never rises to ``lr``."""
         if self._lr_of_run is not None:
             self._take_learning_rate()
+        add_references(self.trainer)
         total = self.trainer.estimated_stepping_batches
         if 0 < self.warmup_steps >= total:
             _log.warning(
@@ -411,7 +418,7 @@ class FineTune(LightningModule):
             self._losses = []  # as gradients are forgotten that have led to no update
         batch = dict(batch)
         tokens, self._untold = batch.pop(TOKENS, self._untold), None
-        if self.loss_average == "batches":
+        if self.loss_average == "batches" or REFERENCE in batch:
             tokens = None
         elif tokens is None and (count > 1 or several(trainer_of(self))) and self.loss_average == "tokens":
             raise ConfigError(
@@ -420,7 +427,7 @@ class FineTune(LightningModule):
                 "model.loss_average=batches"
             )
         if tokens is None:
-            loss = self._loss(batch)
+            loss, *figures = self._means(batch)
         else:
             assert self.model is not None
             if not self._losses:
@@ -428,29 +435,35 @@ class FineTune(LightningModule):
                 self._tokens = mean(self.trainer, tokens) if several(trainer_of(self)) else tokens
             assert self._tokens is not None
             with mean_over(self.model, self._tokens):
-                loss = self._loss(batch)
-        self._losses.append(loss.detach())
+                loss, *figures = self._means(batch)
+        self._losses.append([loss.detach(), *figures])
         if trainer_of(self) is None or not adds_up(trainer_of(self)):
-            whole = sum(self._losses[1:], start=self._losses[0])
-            whole = whole if tokens is not None else whole / len(self._losses)
-            self.log("train_loss", whole, prog_bar=True, batch_size=1, sync_dist=True)
+            for name, (first, *others) in zip(("train_loss", *METRICS), zip(*self._losses, strict=True), strict=False):
+                whole = sum(others, start=first)
+                whole = whole if tokens is not None else whole / len(self._losses)
+                self.log(name, whole, prog_bar=name == "train_loss", batch_size=1, sync_dist=True)
             self._losses = []
         # Lightning is going to divide by the number of batches, which has no part in a mean over all tokens.
         return loss if tokens is None or count == 1 else undivided(loss, count)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the mean loss per token; batches count by their tokens, those of all processes."""
-        tokens = int((batch["labels"][:, 1:] != IGNORED).sum())
-        loss = self._loss(batch)
+        """Log the mean loss per token, or pair; batches count by their tokens or pairs, those of all processes."""
+        trained = batch["labels"][:, 1:] != IGNORED
+        count = int(trained.sum()) if REFERENCE not in batch else int(trained.any(1).sum()) // 2
+        means = [*self._means(batch)]
         if several(trainer_of(self)):
             # A batch that only fills a process's turn has no labels, and its mean is no number.
-            lost = loss * tokens if tokens else torch.zeros_like(loss)
-            whole, count = total(self.trainer, torch.stack([lost, torch.full_like(lost, tokens)]).double())
-            loss, tokens = whole / count, int(count)
-        self.log("val_loss", loss, prog_bar=True, on_epoch=True, on_step=False, batch_size=tokens, sync_dist=True)
+            sums = [mean * count if count else torch.zeros_like(mean) for mean in means]
+            *sums, divisor = total(self.trainer, torch.stack([*sums, torch.full_like(sums[0], count)]).double())
+            means, count = [each / divisor for each in sums], int(divisor)
+        for name, whole in zip(("loss", *METRICS), means, strict=False):
+            settings: dict[str, Any] = {"prog_bar": name == "loss", "on_epoch": True, "on_step": False}
+            self.log(f"val_{name}", whole, batch_size=count, sync_dist=True, **settings)
 
-    def predict_step(self, batch: dict[str, Any], batch_idx: int = 0) -> list[int]:
-        """Return the tokens that follow ``input_ids``; the rest of ``batch`` are arguments of ``continuation``."""
+    def predict_step(self, batch: dict[str, Any], batch_idx: int = 0) -> list[int] | Tensor:
+        """Return what follows ``input_ids``, by the other arguments of ``continuation``; of pairs their reference."""
+        if REFERENCE in batch:
+            return reference_log_probs(self.model, batch)
         options = {name: value for name, value in batch.items() if name != "input_ids"}
         return continuation(self.model, batch["input_ids"], **options)
 
@@ -554,10 +567,12 @@ class FineTune(LightningModule):
         settings = {name: getattr(self, name) for name in names}
         return settings | ({"betas": [*self.betas]} if self.optimizer in WITH_BETAS else {})
 
-    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def _means(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        """Return the loss, and of pairs their ``METRICS``."""
         assert self.model is not None, "configure_model() comes first"
-        loss: Tensor = self.model(**batch, use_cache=False).loss
-        return loss
+        if REFERENCE in batch:
+            return pair_loss(self.model, batch, self.dpo_beta)
+        return [self.model(**batch, use_cache=False).loss]
 
 
 def _untold(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -582,19 +597,3 @@ def _untold(step: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return untold
-
-
-def lr_factor(schedule: Schedule, *, warmup: int, total: float, floor: float) -> Callable[[int], float]:
-    """Return the factor on the learning rate as a function of the step."""
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            # Never 0, with which the first step would change nothing.
-            return (step + 1) / (warmup + 1)
-        if schedule == "constant":
-            return 1.0
-        progress = min(1.0, (step - warmup) / max(1.0, total - warmup))
-        remaining = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return floor + (1 - floor) * remaining
-
-    return factor

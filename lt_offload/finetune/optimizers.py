@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from lt_offload.finetune import load
 from lt_offload.model.head import intercept_loss, uses_causal_loss
 
 OptimizerName = Literal["adamw", "adamw8bit", "adam", "sgd", "adafactor"]
+
+Schedule = Literal["cosine", "linear", "constant"]
 
 WITH_BETAS = ("adamw", "adamw8bit", "adam")
 
@@ -94,3 +97,19 @@ def undivided(loss: Tensor, count: int) -> Tensor:
     The product would not do: for 41, in float32, what is multiplied is not what was divided.
     """
     return loss / (torch.ones_like(loss.detach()) / count)
+
+
+def lr_factor(schedule: Schedule, *, warmup: int, total: float, floor: float) -> Callable[[int], float]:
+    """Return the factor on the learning rate as a function of the step."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            # Never 0, with which the first step would change nothing.
+            return (step + 1) / (warmup + 1)
+        if schedule == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1.0, total - warmup))
+        remaining = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return floor + (1 - floor) * remaining
+
+    return factor

@@ -211,7 +211,7 @@ class HeadLoss(nn.Module):
             settings = self.chunk, scaling, num_items_in_batch, torch.is_grad_enabled()
             return _ChunkedLoss.apply(rows, weight, bias, targets, counts, *settings)  # type: ignore[no-any-return,no-untyped-call]
         logits = functional.linear(hidden, weight, bias)
-        picked = _Picks.apply(logits, targets, scaling)  # type: ignore[no-untyped-call]
+        picked = label_log_probs(logits, targets, scaling)
         del logits
         return _mean(picked, counts, num_items_in_batch)
 
@@ -247,6 +247,18 @@ def intercept_loss(model: nn.Module, stand_in: Callable[..., Any]) -> Callable[[
     function = StandIn(model, LOSS_FUNCTION, loss, partial(stand_in, loss))
     update_wrapper(function, loss, updated=())  # it is called as the loss, and asked what it is as the loss
     return cover(model, LOSS_FUNCTION, function)
+
+
+def label_log_probs(logits: Tensor, targets: Tensor, scaling: Scaling = ()) -> Tensor:
+    """Return the log-probability of each row's target, ``[..., 1]`` in fp32; the gradient takes the place of logits.
+
+    Args:
+        logits: ``[..., vocabulary]``, which nothing else may use in its backward.
+        targets: numbers of tokens, ``[..., 1]``.
+        scaling: what the model does to its logits before the loss.
+    """
+    picked: Tensor = _Picks.apply(logits, targets, scaling)  # type: ignore[no-untyped-call]
+    return picked
 
 
 def _mean(picked: Tensor, counts: Tensor, items: Tensor | int | None) -> Tensor:

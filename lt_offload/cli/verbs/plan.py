@@ -17,6 +17,7 @@ from lt_offload.cli.outputs import check_output, print_table
 from lt_offload.compat.hugging_face import set_attention
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError
 from lt_offload.finetune import load
+from lt_offload.finetune.preferences import planned_loss
 from lt_offload.finetune.terminal import clear, quiet, say, status
 from lt_offload.plan import choose_batch, make_plan, simulate
 from lt_offload.plan.batch.choose import choose_parts
@@ -331,6 +332,7 @@ def estimate(
         optimizer=module.make_optimizer,
         quantize=module.quantize,
         prepare=partial(module.prepare, machine=machine),
+        loss=partial(planned_loss, beta=module.dpo_beta) if data.pairs else None,
         padding=not data.pack,
         packing=data.pack is True,
         blocks=getattr(app.trainer.strategy, "blocks", None),
@@ -350,7 +352,7 @@ def configuration(app: App) -> PreTrainedConfig:
     """
     module, data = app.model, app.datamodule
     config = load.load_config(module.name, module.architecture)
-    module.check_data(config, data)
+    module.check_data(config, data, app.trainer.strategy)
     if module.dropout is not None:
         load.set_dropout(config, module.dropout)
     # On the configuration itself: the model is made on meta from it, where nothing else says how it computes.
@@ -371,8 +373,9 @@ def model_name(app: App) -> str:
 
 
 def batch_of(app: App) -> Any:
-    """Return the samples of a batch: the strategy's, which may be ``"auto"``, else the data's."""
-    return getattr(app.trainer.strategy, "batch_size", None) or app.datamodule.batch_size
+    """Return the samples of a batch: the strategy's, which may be ``"auto"``, else the data's; of a pair two."""
+    size = getattr(app.trainer.strategy, "batch_size", None) or app.datamodule.batch_size
+    return 2 * size if app.datamodule.pairs and size != "auto" else size
 
 
 def parts_of(app: App) -> int | Literal["auto"]:

@@ -40,6 +40,9 @@ Sizes = Callable[[], Iterator[int]]
 TOKENS = "num_items_in_batch"
 """Key in a batch, as transformers calls it: tokens that are trained in all batches of its update, in this process."""
 
+REFERENCE = "reference_log_probs"
+"""Key in a batch of pairs: log-probability of each row's answer before the training, NaN if not known."""
+
 _PAD_MULTIPLE = 8
 """The divisor of a padded batch's columns: few different shapes, and efficient ones."""
 _DEPENDS_ON = ("count", "batch_size", "seed", "grouped")
@@ -56,6 +59,8 @@ def padded_width(longest: int, most: int) -> int:
 class Collate:
     """Rows as a batch: packed ones as wide as a row can be, others as their longest row, rounded up.
 
+    A pair is two rows: the first half of a batch has the chosen answers, the second half the rejected ones.
+
     Packed rows are not masked, so that models find the documents by ``position_ids``, which begin again with each. The
     rest of a row is a document of its own. Other rows are padded on the right, and masked there. Neither has a loss.
     """
@@ -66,6 +71,10 @@ class Collate:
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch of ``rows``."""
+        if len(rows[0]) > 3:
+            sides = zip(*(_sides(*row) for row in rows), strict=True)
+            *parts, references = zip(*(row for side in sides for row in side), strict=True)
+            return self(list(zip(*parts, strict=True))) | {REFERENCE: torch.stack(references)}
         ids, labels, positions = zip(*rows, strict=True)
         width = self.length if self.pack else padded_width(max(map(len, ids)), self.length)
 
@@ -81,6 +90,13 @@ class Collate:
                 [torch.cat([each, torch.arange(width - len(each))]) for each in positions]
             )
         return batch
+
+
+def _sides(ids: Tensor, labels: Tensor, positions: Tensor, reference: Tensor) -> list[Row]:
+    """Return the chosen and the rejected answer of a pair as two rows."""
+    second = int((positions == 0).nonzero()[-1])
+    parts = (slice(second), slice(second, None))
+    return [(ids[p], labels[p], positions[p], each) for p, each in zip(parts, reference, strict=True)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -223,7 +239,7 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
         if own := some[first * size : (first + 1) * size]:
             return [sequences[number] for sequences, number in own]
         last = [sequences[number] for sequences, number in some[(len(some) - 1) // size * size :]]
-        return [(ids, torch.full_like(labels, IGNORED), positions) for ids, labels, positions in last]
+        return [(ids, torch.full_like(labels, IGNORED), *others) for ids, labels, *others in last]
 
     def _rows(self) -> Iterator[tuple[tuple[int, int, Sequence[int], int], Sequences, int]]:
         """Yield sequences from the position on, as their numbers, each with the position after it."""

@@ -10,14 +10,15 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.rows import Row, RowFault, check_text
 from lt_offload.suggest import nearest
 
-Format = Literal["text", "alpaca", "chat", "completion"]
-FormatChoice = Literal["auto", "text", "alpaca", "chat", "completion"]
+Format = Literal["text", "alpaca", "chat", "completion", "preference"]
+FormatChoice = Literal["auto", "text", "alpaca", "chat", "completion", "preference"]
 
 NEEDED: dict[Format, tuple[str, ...]] = {
     "chat": ("messages",),
     "alpaca": ("instruction", "output"),
     "completion": ("prompt", "completion"),
     "text": ("text",),
+    "preference": ("chosen", "rejected"),
 }
 """Roles that rows of a format must have, in the order in which formats are tried."""
 _ALL: dict[Format, tuple[str, ...]] = {
@@ -25,6 +26,7 @@ _ALL: dict[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "output", "input", "system", "history"),
     "completion": ("prompt", "completion", "tools"),
     "text": ("text",),
+    "preference": ("prompt", "chosen", "rejected", "tools"),
 }
 _OF_MESSAGES = ("role", "content")
 """Roles of the keys of a message, not of columns."""
@@ -42,7 +44,7 @@ class Columns:
         format: of the rows.
         columns: columns by their roles; only those that the data have.
         keys: keys of messages by their roles, as far as they were named.
-        of_messages: whether prompts and completions are lists of messages.
+        of_messages: whether prompts and completions, or the answers of pairs, are lists of messages.
     """
 
     format: Format
@@ -53,7 +55,13 @@ class Columns:
     @property
     def of_texts(self) -> bool:
         """True for texts that no chat template writes: plain ones, or prompts and completions."""
-        return self.format == "text" or (self.format == "completion" and not self.of_messages)
+        return self.format == "text" or (self.format in ("completion", "preference") and not self.of_messages)
+
+    def side(self, role: str) -> Columns:
+        """Return the columns of prompts with one of the two answers of a pair, ``chosen`` or ``rejected``."""
+        columns = {"prompt": self.columns.get("prompt", "prompt"), "completion": self.columns[role]}
+        columns |= {name: self.columns[name] for name in ("tools",) if name in self.columns}
+        return Columns("completion", columns, self.keys, self.of_messages)
 
     @property
     def said(self) -> str:
@@ -113,7 +121,7 @@ def find_columns(
         if name in free:
             by_role.setdefault(role, name)
     if choice == "auto":
-        _refuse_preferences(where, names, first)
+        _refuse_preferences(where, by_role, names, first)
     for format in NEEDED if choice == "auto" else [choice]:
         stray = sorted(set(wanted) - set(_ALL[format]))
         if all(role in by_role for role in NEEDED[format]) and not (stray and choice == "auto"):
@@ -122,11 +130,13 @@ def find_columns(
                     f"data.columns: data.format={format} has no role {stray[0]!r}, it has {', '.join(_ALL[format])}"
                 )
             columns = {role: by_role[role] for role in _ALL[format] if role in by_role}
-            return Columns(format, columns, keys, not isinstance(first.get(columns.get("prompt", "")), str | None))
-    _refuse_preferences(where, names, first)
+            answer = first.get(columns.get("chosen", columns.get("prompt", "")))
+            return Columns(format, columns, keys, not isinstance(answer, str | None))
+    if choice != "preference":
+        _refuse_preferences(where, by_role, names, first)
     example = names[0] if names else "..."
     if choice == "auto":
-        needs = "; ".join(f"{format}: {', '.join(roles)}" for format, roles in NEEDED.items())
+        needs = "; ".join(f"{format}: {', '.join(NEEDED[format])}" for format in NEEDED if format != "preference")
         question, answer = (next((name for name in names if name.lower() in usual), None) for usual in _PAIR)
         pair = f"instruction: {question}, output: {answer}" if question and answer else f"text: {example}"
         raise ConfigError(
@@ -140,15 +150,14 @@ def find_columns(
     )
 
 
-def _refuse_preferences(where: str, names: Sequence[str], first: Row) -> None:
-    pairs = "chosen" in names and "rejected" in names
+def _refuse_preferences(where: str, by_role: Mapping[str, str], names: Sequence[str], first: Row) -> None:
+    pairs = "chosen" in by_role and "rejected" in by_role
     # KTO's rows look like completions but for a label, which says that some of them are not to be imitated.
     if pairs or ("completion" in names and isinstance(first.get("label"), bool)):
         format, role = ("chat", "messages") if isinstance(first.get("chosen"), list) else ("completion", "completion")
         flags = f"--data.format {format} --data.columns '{{{role}: chosen}}'"
-        hint = f" To train on the better answers alone, {flags}" if pairs else ""
-        columns = "chosen and rejected" if pairs else "label"
-        raise ConfigError(
-            f"{where} holds preferences (columns {columns}), which this fine-tuning does not learn from: it learns to "
-            f"write answers, not to prefer one.{hint}"
-        )
+        columns = f"{by_role['chosen']} and {by_role['rejected']}" if pairs else "label"
+        hint = "this fine-tuning learns from answers, or from pairs of a chosen and a rejected one"
+        if pairs:
+            hint = f"to learn to prefer (DPO), --data.format preference; to train on the better answers alone, {flags}"
+        raise ConfigError(f"{where} holds preferences (columns {columns}); {hint}")

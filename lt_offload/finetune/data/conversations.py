@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lt_offload.finetune.data.columns import NEEDED, Columns
@@ -111,6 +112,28 @@ def from_row(row: Row, layout: Columns) -> Conversation:
     if conversation.has_system:
         raise RowFault(f"there are two system messages, in {layout.columns['system']} and in {columns[0]}")
     return conversation.with_system(system)
+
+
+def with_prompt(row: Row, layout: Columns) -> Row:
+    """Return a row of a pair with its prompt: what both answers begin with, if no column has it.
+
+    Raises ``RowFault`` if an answer is missing, or neither text nor messages.
+    """
+    prompt, named = layout.value(row, "prompt"), layout.columns.get("prompt")
+    if named is not None and not (layout.of_messages and isinstance(prompt, str)):
+        return row
+    columns = [layout.columns[role] for role in NEEDED["preference"]]
+    values = [layout.value(row, role) for role in NEEDED["preference"]]
+    check = partial(_listed, what="messages") if layout.of_messages else check_text
+    chosen, rejected = answers = [check(value, column) for value, column in zip(values, columns, strict=True)]
+    alike = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
+    alike = min(alike, len(chosen) - 1, len(rejected) - 1)
+    if alike < 1 and named is not None:
+        return {**row, named: [{"role": "user", "content": prompt}]}
+    if alike > 0 and chosen[alike - 1] == " ":
+        alike -= 1  # a space begins the word behind it
+    split = {column: answer[max(alike, 0) :] for column, answer in zip(columns, answers, strict=True)}
+    return {**row, **split, named or "prompt": chosen[: max(alike, 0)]}
 
 
 def _of_instruction(row: Row, layout: Columns) -> list[Message]:

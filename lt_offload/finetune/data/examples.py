@@ -115,7 +115,9 @@ class Examples:
             return f"{said}; every token is learned"
         by = "no chat template" if layout.of_texts or template is None else f"chat template: {template.name}"
         learned = {"responses": "answers", "last": "the last answer", "all": "everything"}[self.encoder.train_on]
-        hint = "" if template is None or not layout.of_texts else as_conversations(layout)
+        learned = "chosen answers rather than rejected ones" if layout.format == "preference" else learned
+        texts = layout.format == "completion" and layout.of_texts
+        hint = "" if template is None or not texts else as_conversations(layout)
         return f"{said}; {by}; learned: {learned}" + (hint and f"; to train by the model's chat template: {hint}")
 
     def _kept(self, source: Source) -> tuple[datasets.Dataset, int]:
@@ -162,10 +164,11 @@ class Examples:
 
         root = user_path(self.cache_dir) if self.cache_dir is not None else user_cache("data")
         tokens, text = List(Value("int32")), Value("string")
+        others = {"place": text, "fault": text, "notes": List(text)}
         try:
             return Dataset.from_generator(
                 partial(self._rows, source, layout),
-                features=Features({"ids": tokens, "labels": tokens, "place": text, "fault": text, "notes": List(text)}),
+                features=Features({"ids": tokens, "labels": tokens, "second": Value("int64"), **others}),
                 cache_dir=str(root),
                 fingerprint=self._fingerprint(source, layout),
             )
@@ -199,9 +202,9 @@ class Examples:
     def _rows(self, source: Source, layout: Columns) -> Iterator[dict[str, Any]]:
         for place, made in self._encoded(source, layout):
             if isinstance(made, RowFault):
-                yield {"ids": [], "labels": [], "place": place, "fault": str(made), "notes": []}
+                yield {"ids": [], "labels": [], "second": 0, "place": place, "fault": str(made), "notes": []}
             else:
-                yield {"ids": made.ids, "labels": made.labels, "place": place, "fault": None, "notes": made.notes}
+                yield {**asdict(made), "place": place, "fault": None}
 
     def _fingerprint(self, source: Source, layout: Columns) -> str:
         import tokenizers

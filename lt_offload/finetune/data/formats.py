@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.columns import NEEDED, Columns
-from lt_offload.finetune.data.conversations import Conversation, from_row, oddities, parse_messages
+from lt_offload.finetune.data.conversations import Conversation, from_row, oddities, parse_messages, with_prompt
 from lt_offload.finetune.data.rows import Row, RowFault
 from lt_offload.finetune.data.spans import Locator
 from lt_offload.finetune.data.templates import OWN, ChatTemplate, Span, find_template
@@ -33,10 +33,17 @@ class Example:
 
     ids: list[int]
     labels: list[int]
+    second: int = 0
+    """The place at which the rejected answer of a pair begins, with its prompt, behind the chosen one; 0: no pair."""
     place: str = field(default="", compare=False)
     """The file and the row of its origin."""
     notes: Sequence[str] = field(default=(), compare=False)
     """Changes that were made to write it, and its unusual features."""
+
+    def sides(self) -> dict[str, Example]:
+        """Return the two examples of a pair by their roles."""
+        parts = {"chosen": slice(self.second), "rejected": slice(self.second, None)}
+        return {role: Example(ids=self.ids[p], labels=self.labels[p], place=self.place) for role, p in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +90,15 @@ class Encoder:
 
     def check(self, layout: Columns) -> None:
         """Raise ``ConfigError`` if a setting has no place in the format of the data, or a chat template is needed."""
+        if layout.format == "preference" and self.train_on == "all":
+            raise ConfigError(
+                "data.train_on=all: data.format=preference compares answers, and no prompts; set it to responses"
+            )
         if layout.of_texts:
             what, hint = "plain text", "; set it to null"
-            if layout.format == "completion":
+            if layout.format == "preference":
+                what = "prompts and answers that are texts"
+            elif layout.format == "completion":
                 what = "a prompt and a completion that are texts"
                 hint += f", or make conversations of them: {as_conversations(layout)}"
             own = self.template is None or self.template.name == OWN
@@ -114,6 +127,9 @@ class Encoder:
 
     def encode(self, rows: Sequence[Row | RowFault], layout: Columns) -> list[Example | RowFault]:
         """Return an example for each row, or the fault of a row that cannot be used; faults are handed on."""
+        if layout.format == "preference":
+            rows = [_with_prompt(row, layout) for row in rows]
+            return list(map(_pair, *(self.encode(rows, layout.side(role)) for role in NEEDED[layout.format])))
         made: list[Written | RowFault] = []
         for row in rows:
             try:
@@ -195,6 +211,24 @@ def _example(written: Written, ids: list[int], encoding: Any) -> Example:
             stop = len(ids) if end == whole else tokens[-1] + 1
             labels[tokens[0] : stop] = ids[tokens[0] : stop]
     return Example(ids=ids, labels=labels, notes=written.notes)
+
+
+def _with_prompt(row: Row | RowFault, layout: Columns) -> Row | RowFault:
+    try:
+        return row if isinstance(row, RowFault) else with_prompt(row, layout)
+    except RowFault as fault:
+        return fault
+
+
+def _pair(chosen: Example | RowFault, rejected: Example | RowFault) -> Example | RowFault:
+    """Return both answers of a row, each behind the prompt, or the first fault of them."""
+    if isinstance(chosen, RowFault) or isinstance(rejected, RowFault):
+        return chosen if isinstance(chosen, RowFault) else rejected
+    notes = dict.fromkeys([*chosen.notes, *rejected.notes])
+    if chosen.ids == rejected.ids:
+        notes["the chosen answer is the rejected one: nothing is learned from it"] = None
+    ids, labels = chosen.ids + rejected.ids, chosen.labels + rejected.labels
+    return Example(ids=ids, labels=labels, second=len(chosen.ids), notes=[*notes])
 
 
 def as_conversations(layout: Columns) -> str:

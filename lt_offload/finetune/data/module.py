@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
@@ -30,16 +31,17 @@ from lt_offload.finetune.data.batches import (
     check_end,
     held_out,
     padded_width,
+    shuffled,
     sizes_for,
     trained_tokens,
 )
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
 from lt_offload.finetune.data.examples import Examples
 from lt_offload.finetune.data.formats import Encoder, TrainOn
-from lt_offload.finetune.data.sequences import Documents, Pack, Sequences, named, sequences_of
+from lt_offload.finetune.data.sequences import Documents, Integers, Pack, Row, Sequences, named, sequences_of
 from lt_offload.finetune.data.templates import find_template
 from lt_offload.finetune.processes import is_first, several, share_of
-from lt_offload.finetune.unused import refuse_unused
+from lt_offload.finetune.unused import as_written, refuse_unused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,8 +100,9 @@ class FineTuneData(_DataSettings, LightningDataModule):
             Python's language reference and which every Python has, or a list of these other than the last. A text file
             (txt, md) is one row.
         format: ``text`` (a column text, all of it learned), ``alpaca`` (instruction, input, output), ``chat`` (messages
-            of OpenAI or conversations of ShareGPT, tools, system), ``completion`` (prompt, completion); ``auto``: what
-            the columns are.
+            of OpenAI or conversations of ShareGPT, tools, system), ``completion`` (prompt, completion), ``preference``
+            (prompt, chosen, rejected: adapters learn to prefer an answer, by DPO; without a prompt, it is what both
+            answers begin with); ``auto``: what the columns are.
         columns: names of columns by what they hold, where they have other names: ``{text: content}``, ``{messages:
             dialogue}``, ``{prompt: question, completion: answer}``; ``role`` and ``content`` name the keys of messages.
         template: chat template: null for the tokenizer's own, name of a shipped one (chatml, alpaca, llama2, llama3,
@@ -125,7 +128,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
             as in pretraining, and for models that cannot keep examples apart: all of it one after the other, cut into
             full sequences, with attention across examples.
         group_by_length: with ``pack: false``, make batches of sequences of like lengths, which need less padding.
-        batch_size: sequences per training step.
+        batch_size: sequences per training step, or pairs.
         seed: of the training order.
         streaming: read and tokenise the data while training, for data larger than RAM. Needs ``trainer.max_steps``,
             which alone says when training ends, whatever ``trainer.max_epochs`` is: after the last row the data begin
@@ -140,8 +143,15 @@ class FineTuneData(_DataSettings, LightningDataModule):
         cache_dir: folder that keeps tokenised data for the next start; null: lt_offload/data in the user's cache.
     """
 
-    counts_tokens = True
-    """Batches say how many tokens are trained in all of their update, if the module asks for it."""
+    @property
+    def pairs(self) -> bool:
+        """True if rows are a chosen and a rejected answer."""
+        return self.format == "preference"
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if batches say how many tokens are trained in all of their update, if the module asks for it."""
+        return not self.pairs
 
     def __post_init__(self) -> None:
         super(_DataSettings, self).__init__()
@@ -175,6 +185,11 @@ class FineTuneData(_DataSettings, LightningDataModule):
                 f"data.group_by_length=true changes nothing with data.pack={str(self.pack).lower()}, whose sequences "
                 "are of one length; set one of them to false"
             )
+        for name, value in {"pack": self.pack, "streaming": self.streaming}.items() if self.pairs else ():
+            if value:
+                raise ConfigError(
+                    f"data.{name}={as_written(value)} is not offered with data.format=preference; set it to false"
+                )
         if not 0 <= self.validation_share < 1:
             raise ConfigError(
                 f"data.validation_share={self.validation_share} is not a share; choose a number from 0 to less than 1"
@@ -387,7 +402,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
     @cached_property
     def asks_questions(self) -> bool:
         """True if the data are instructions or conversations, and no texts that are continued."""
-        if self.format not in ("auto", "completion"):
+        if self.format not in ("auto", "completion", "preference"):
             return self.format in ("alpaca", "chat")
         try:
             source = self._sources("path")[0]
@@ -470,27 +485,54 @@ class FineTuneData(_DataSettings, LightningDataModule):
         The loader's own state is not enough: Lightning forgets to restore it if ``configure_optimizers`` has asked for
         the number of steps, as every schedule must.
         """
-        return {} if self._loader is None else {"order": self._loader.state_dict()}
+        state: dict[str, Any] = {} if self._loader is None else {"order": self._loader.state_dict()}
+        return state if self.reference is None else state | {"reference": self.reference}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the position in the training order."""
+        """Continue at the position in the training order, with the references that are known of pairs."""
         self._resume_at = state_dict.get("order")
+        before, now = state_dict.get("reference"), self.reference
+        if before is not None and now is not None and before.shape == now.shape:
+            now.copy_(before)
+
+    @property
+    def reference(self) -> Tensor | None:
+        """Log-probabilities of the answers of the training pairs, ``[pairs, 2]``, NaN if not known; None: no pairs."""
+        return None if self._train is None else self._train.reference
+
+    def unknown_pairs(self) -> Iterator[tuple[Integers, Batch]]:
+        """Yield the pairs without a reference that training will come to, as numbers and as a batch of this process.
+
+        They come in the order of the first epoch. All processes get as many batches.
+        """
+        assert self._train is not None and self.trainer is not None, "setup() comes first"
+        size, share, reference = self.batch_size, share_of(self.trainer), self._train.reference
+        assert reference is not None
+        order = shuffled(self._train.lengths, size if self.group_by_length else None, (self.seed, 0, 0))
+        steps = np.split(order, range(size * share.of, len(order), size * share.of))
+        if self.trainer.max_steps > 0 and self.trainer.num_training_batches >= len(order) // (size * share.of):
+            steps = steps[: batches_of(self.trainer)]
+        for numbers in (each for each in steps if reference[each].isnan().any()):
+            own = numbers[share.first * size : (share.first + 1) * size]
+            own = own if len(own) else numbers[:size]
+            yield own, self._collate([self._train[int(number)] for number in own])
 
     def worst_case_batch(self) -> Batch:
         """Return the largest batch that can come, for which a plan must have room. The tokens are arbitrary."""
         assert self._train is not None or self._streamed is not None, "setup() comes first"
         width = self.max_length
         if not self.pack and self._train is not None:  # rows that are not packed may all be shorter than they could be
-            lengths = [int(rows.lengths.max()) for rows in (self._train, self._validation) if rows]
+            lengths = [int(rows.longest.max()) for rows in (self._train, self._validation) if rows]
             width = padded_width(max(lengths, default=width), width)
         generator = torch.Generator().manual_seed(self.seed)
-        rows = []
+        rows: list[Row] = []
+        whole, reference = (2 * width, [torch.zeros(2)]) if self.pairs else (width, [])
         for number in range(1, self.batch_size + 1):
             # One padded position: without any, attention takes a cheaper path that real batches do not take.
-            length = width if self.pack or number < self.batch_size else width - 1
+            length = whole if self.pack or number < self.batch_size else whole - 1
             ids = torch.randint(len(self.tokenizer), (length,), generator=generator)
             # Two documents in each packed row: with one, there would be nothing to mask.
-            rows.append((ids, ids, torch.arange(length) % ((width + 1) // 2)))
+            rows.append((ids, ids, torch.arange(length) % ((whole + 1) // 2), *reference))
         batch = self._collate(rows)
         if sizes_for(self.trainer) is not None:
             batch[TOKENS] = torch.tensor(trained_tokens(batch))

@@ -87,12 +87,19 @@ class Preview:
         yield from _sequences(data, documents)
 
 
-def _sample(tokenizer: Any, example: Example, color: bool) -> Iterator[RenderableType]:
+def _sample(tokenizer: Any, example: Example, color: bool, role: str | None = None) -> Iterator[RenderableType]:
     from rich.rule import Rule
     from rich.text import Text
 
+    if example.second:
+        for role, side in example.sides().items():
+            yield from _sample(tokenizer, side, color, role)
+        return
     learned = sum(label != IGNORED for label in example.labels)
-    yield Rule(f"{example.place}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
+    title = example.place if role is None else f"{example.place}, {role}"
+    yield Rule(
+        f"{title}: {len(example.ids):,} tokens, {learned:,} {'learned' if role is None else 'compared'}", align="left"
+    )
     text, left, inside = Text(), _CHARACTERS, False
     for piece, is_learned, is_special in pieces(tokenizer, example):
         if left > 0:
@@ -142,13 +149,14 @@ def _sequences(data: FineTuneData, documents: Documents) -> Iterator[str]:
         return
     if len(rows) < size:
         yield f"too few sequences for a batch of data.batch_size={size}: there are {len(rows)}"
-    said = f"{len(rows):,} sequences of up to {limit:,} tokens"
+    pairs = rows.reference is not None
+    said = f"{len(rows):,} {'pairs' if pairs else 'sequences'} of up to {limit:,} tokens{' for each answer' * pairs}"
     real = int(rows.lengths.sum())
     if data.pack:
         yield f"{said}, packed: {real / (len(rows) * limit):.1%} full"
         return
     order = shuffled(rows.lengths, size if data.group_by_length else None, (data.seed, 0, 0))
-    batches = np.split(rows.lengths[order], range(size, len(rows), size))
-    padded = sum(padded_width(int(lengths.max()), limit) * len(lengths) for lengths in batches)
+    batches = np.split(rows.longest[order], range(size, len(rows), size))
+    padded = sum(padded_width(int(longest.max()), limit) * len(longest) for longest in batches) * (1 + pairs)
     last = f", the last one of {len(batches[-1])}" if len(batches[-1]) < size else ""
     yield f"{said} in {len(batches):,} batches of {size}{last}, {1 - real / padded:.1%} of them padding"

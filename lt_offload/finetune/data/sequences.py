@@ -7,6 +7,7 @@ tokens nowhere else. Others read across documents without a word, so that only m
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -33,7 +34,7 @@ MOST_NAMED = 3
 
 
 class Documents(Sequence[Example]):
-    """Tokenised rows, in order: the columns ``ids``, ``labels`` and ``place`` (file and row) of a data set.
+    """Tokenised rows, in order: the columns ``ids``, ``labels``, ``second`` and ``place`` (file, row) of a data set.
 
     ``bad`` is the number of rows that were left out.
     """
@@ -44,6 +45,8 @@ class Documents(Sequence[Example]):
         self._rows = dataset.select_columns(["ids", "labels"]).with_format("arrow")
         self.lengths = _joined([lengths for lengths, _ in self._labels()])
         """Tokens of each document."""
+        self.seconds: Integers = np.asarray(dataset.with_format("numpy")["second"][:], np.int64)
+        """The places at which rejected answers of pairs begin; 0: no pair."""
 
     @classmethod
     def from_examples(cls, examples: Iterable[Example]) -> Documents:
@@ -52,7 +55,7 @@ class Documents(Sequence[Example]):
 
         rest = iter(examples)
         tokens = List(Value("int32"))
-        features = Features({"ids": tokens, "labels": tokens, "place": Value("string")})
+        features = Features({"ids": tokens, "labels": tokens, "second": Value("int64"), "place": Value("string")})
         parts = [Dataset.from_dict({name: [] for name in features}, features=features)]
         while some := list(islice(rest, _AT_ONCE)):
             columns = {name: [getattr(each, name) for each in some] for name in features}
@@ -66,7 +69,7 @@ class Documents(Sequence[Example]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         row = self.dataset[index]
-        return Example(ids=row["ids"], labels=row["labels"], place=row["place"])
+        return Example(**{name: row[name] for name in ("ids", "labels", "second", "place")})
 
     def select(self, numbers: Integers) -> Documents:
         """Return the documents with these ``numbers``."""
@@ -83,17 +86,25 @@ class Documents(Sequence[Example]):
 
         The first token is never learned, as nothing comes before it.
         """
-        whole, cut = [], []
+        stops = np.stack([self.lengths, np.minimum(self.lengths, most)], 1)
+        whole, cut = self.learned(np.zeros_like(stops), stops).T
+        return whole, cut
+
+    def learned(self, starts: Integers, stops: Integers) -> Integers:
+        """Return the number of learned tokens of stretches of each document, ``[documents, stretches]``.
+
+        The first token of a stretch is never learned.
+        """
+        counts, done = [], 0
         for lengths, labels in self._labels():
             # With sums up to every token, how many of any stretch are
             # learned is one difference, for all documents at once.
             sums = np.concatenate([[0], np.cumsum(labels != IGNORED)])
-            end = np.cumsum(lengths)
-            begin = end - lengths
-            second = np.minimum(begin + 1, end)
-            whole.append(sums[end] - sums[second])
-            cut.append(sums[np.minimum(end, np.maximum(begin + most, second))] - sums[second])
-        return _joined(whole), _joined(cut)
+            begin, some = (np.cumsum(lengths) - lengths)[:, None], slice(done, done + len(lengths))
+            end = begin + stops[some]
+            counts.append(sums[end] - sums[np.minimum(begin + starts[some] + 1, end)])
+            done = some.stop
+        return np.concatenate([np.empty((0, starts.shape[1]), np.int64), *counts])
 
     def _labels(self) -> Iterator[tuple[Integers, Tokens]]:
         """Yield the lengths and labels of all documents, some at a time."""
@@ -113,8 +124,8 @@ def _joined(arrays: Sequence[Integers]) -> Integers:
 
 
 Pack = bool | Literal["wrapped"]
-Row = tuple[Tensor, Tensor, Tensor]
-"""Ids, labels and positions."""
+Row = tuple[Tensor, ...]
+"""Ids, labels and positions; of a pair, its reference, too."""
 
 
 PACKABLE = frozenset(
@@ -204,6 +215,8 @@ class Sequences(Dataset[Row]):
     """The losses in a few words each: rows that are too long, or have nothing to learn."""
     left_out: Integers = np.empty(0, np.int64)
     """Numbers of documents of which nothing is learned."""
+    reference: Tensor | None = None
+    """Log-probabilities of the chosen and the rejected answers of pairs, ``[rows, 2]``, NaN as long as not known."""
 
     def __init__(self, documents: Documents, pieces: Integers, counts: Integers, *, apart: bool) -> None:
         self.documents = documents
@@ -229,13 +242,22 @@ class Sequences(Dataset[Row]):
             # another document's last one, from which it must not be predicted.
             positions = np.concatenate([np.arange(stop - start) for _, start, stop in row])
             labels[positions == 0] = IGNORED
-        return torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(positions)
+        made = torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(positions)
+        return made if self.reference is None else (*made, self.reference[index])
+
+    @property
+    def longest(self) -> Integers:
+        """Tokens of the longest piece of each row."""
+        tokens = self.pieces[:, 2] - self.pieces[:, 1]
+        return np.maximum.reduceat(tokens, self._bounds[:-1]) if len(tokens) else tokens
 
     def take(self, numbers: Integers) -> Sequences:
         """Return the rows with these ``numbers``."""
         counts = self._counts[numbers]
         order = np.repeat(self._bounds[numbers] - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
-        return Sequences(self.documents, self.pieces[order], counts, apart=self._apart)
+        rows = Sequences(self.documents, self.pieces[order], counts, apart=self._apart)
+        rows.reference = None if self.reference is None else self.reference[numbers]
+        return rows
 
     def row(self, index: int) -> list[list[int]]:
         """Return the pieces of a row."""
@@ -248,6 +270,8 @@ def sequences_of(documents: Documents, length: int, pack: Pack) -> Sequences:
 
     Packed rows have as many pieces as best fit finds room for, others one each.
     """
+    if documents.seconds.any():
+        return pairs(documents, length)
     if pack == "wrapped":
         return wrapped(documents, length)
     pieces, losses, left_out = pieces_of(documents, length)
@@ -255,6 +279,26 @@ def sequences_of(documents: Documents, length: int, pack: Pack) -> Sequences:
     order = np.fromiter((number for each in bins for number in each), np.int64)
     rows = Sequences(documents, pieces[order], np.fromiter(map(len, bins), np.int64), apart=True)
     rows.losses, rows.left_out = losses, left_out
+    return rows
+
+
+def pairs(documents: Documents, length: int) -> Sequences:
+    """Return pairs as rows of two pieces, the chosen answer and the rejected one, each cut to ``length`` tokens.
+
+    Pairs of which an answer has nothing to learn before that are left out.
+    """
+    starts = np.stack([np.zeros_like(documents.seconds), documents.seconds], 1)
+    whole = np.stack([documents.seconds, documents.lengths], 1)
+    stops = np.minimum(whole, starts + length)
+    kept = (documents.learned(starts, stops) > 0).all(1)
+    numbers, left_out = np.flatnonzero(kept), np.flatnonzero(~kept)
+    pieces = np.stack([np.repeat(numbers, 2), starts[kept].ravel(), stops[kept].ravel()], 1)
+    rows = Sequences(documents, pieces, np.full(len(numbers), 2), apart=True)
+    cuts = int((whole > stops)[kept].any(1).sum())
+    rows.losses = [f"data.max_length={length} cuts {cuts:,} pairs"] if cuts else []
+    if len(left_out):
+        rows.losses.append(f"{len(left_out):,} pairs have an answer without words within data.max_length={length}")
+    rows.left_out, rows.reference = left_out, torch.full((len(numbers), 2), math.nan)
     return rows
 
 

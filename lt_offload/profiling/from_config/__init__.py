@@ -67,6 +67,7 @@ def profile_config(
     tile_tokens: int | None = None,
     compile_blocks: bool = False,
     prepare: Callable[[nn.Module], nn.Module] | None = None,
+    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor] | None = None,
     host_memory: int | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
@@ -96,6 +97,7 @@ def profile_config(
             torch's compiler decides, and cheap operations between two costly ones are taken as one kernel. What
             ``torch.compile`` has compiled in this process is forgotten, as by ``profile``.
         prepare: takes the model, on meta, and returns the one that is trained, e.g. with parts of it frozen.
+        loss: takes the model and a batch of ``input_ids`` and ``labels``, and returns the loss; None: the model's own.
         host_memory: RAM in bytes that training may take: what weights and states alone exceed is refused before the
             model is run. None: any.
         on_progress: is told what is being done.
@@ -152,7 +154,7 @@ def profile_config(
                 model,
                 structure,
                 batch,
-                run=_run(model, autocast),
+                run=_run(model, autocast, loss or (lambda model, batch: model(**batch).loss)),
                 device=torch.device("cpu"),
                 meter=meter,
                 say=say,
@@ -180,12 +182,12 @@ def _check_ram(structure: Structure, sizes: UpdateSizes, machine: HardwareProfil
         )
 
 
-def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:
+def _run(model: nn.Module, autocast: str | None, loss: Callable[[nn.Module, Any], Any]) -> Callable[[Any], Any]:
     def run(batch: Any) -> Any:
         # Lightning does not keep casts, either; fake tensors are on the CPU, whatever they stand for.
         dtype = getattr(torch, autocast or "bfloat16")
         with torch.autocast("cpu", dtype=dtype, enabled=autocast is not None, cache_enabled=False):
-            return model(**batch).loss
+            return loss(model, batch)
 
     return run
 

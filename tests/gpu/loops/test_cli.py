@@ -183,3 +183,25 @@ def test_plain_training_and_ours_are_verified_to_be_equal(recipe: str, capsys: p
     posted = capsys.readouterr().out.splitlines()[-1]
     assert posted.startswith("EQUAL bit for bit: model, 4 steps of ")
     assert "(driver " in posted
+
+
+def test_pairs_are_learned_as_in_plain_training(recipe: str, target: Target) -> None:
+    """By DPO, whose references are made before the training; and on from a checkpoint."""
+    rows = [{"prompt": f"what is {i}?", "chosen": f" {i} is a number.", "rejected": " a word"} for i in range(40)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--data.path", "pairs.jsonl", "--data.format", "preference", "--data.pack", "false"]
+    flags += ["--model.lora.r", "4", "--model.dropout", "0", "--model.schedule", "constant"]
+    flags += ["--trainer.strategy.memory", "800MB"]
+    host_update = str(equal_updates(target.torch_device)).lower()
+    ours = [recipe, *flags, "--trainer.strategy.host_update", host_update, "--trainer.default_root_dir", "pairs"]
+    assert main([*ours, "--trainer.max_steps", "2"]) == 0
+    assert main(["pairs", "--resume", "--trainer.max_steps", "4"]) == 0
+    stock = [recipe, *flags[:-2], "--trainer.strategy", "auto", "--trainer.default_root_dir", "pairs_stock"]
+    assert main(stock) == 0
+    weights, expected = (
+        torch.load(f"{run}/checkpoints/step4.ckpt", map_location="cpu")["state_dict"]
+        for run in ("pairs", "pairs_stock")
+    )
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+    assert losses("pairs")[-1] == losses("pairs_stock")[-1]
+    assert main(["validate", "pairs"]) == 0

@@ -60,7 +60,7 @@ class Watched(FineTune):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
-        self.held_out.append((self._loss(batch).detach(), int((batch["labels"][:, 1:] != IGNORED).sum())))
+        self.held_out.append((self._means(batch)[0].detach(), int((batch["labels"][:, 1:] != IGNORED).sum())))
 
     def on_validation_end(self) -> None:
         self.val_losses.append(self.trainer.callback_metrics["val_loss"].clone())

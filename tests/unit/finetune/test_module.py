@@ -13,7 +13,8 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.adapters import LoraArgs, add_lora
 from lt_offload.finetune.data.module import FineTuneData
-from lt_offload.finetune.module import FineTune, lr_factor
+from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.optimizers import lr_factor
 from tests.support import models
 from tests.unit.finetune.conftest import data, trainer
 

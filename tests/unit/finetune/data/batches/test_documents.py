@@ -37,5 +37,5 @@ def test_documents_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4, 5], [1, 2, 3], [4, 2, 0]])
 def test_documents_of_a_data_set(tmp_path: Path, numbers: list[int]) -> None:
     """Arrays that do not begin where their memory does, and rows in another order."""
-    Dataset.from_list([{"ids": each.ids, "labels": each.labels} for each in MADE]).save_to_disk(tmp_path)
+    Dataset.from_list([{"ids": each.ids, "labels": each.labels, "second": 0} for each in MADE]).save_to_disk(tmp_path)
     check(Documents(Dataset.load_from_disk(tmp_path)).select(np.array(numbers)), numbers)
