@@ -66,12 +66,16 @@ def test_adapters_on_four_bits(dtype: torch.dtype, way: str, quantised: Quantize
 
 
 @in_both_ways
-@pytest.mark.parametrize("form", ["int8", "fp8", "mxfp4", "lossless"])
-def test_adapters_of_experts_in_a_form(form: str, way: str, quantised: Quantized) -> None:
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *(("qwen3_moe", "int8"), ("qwen3_moe", "fp8"), ("qwen3_moe", "mxfp4"), ("qwen3_moe", "lossless")),
+        *(("gpt_oss", "mxfp4"), ("gpt_oss", "nf4"), ("olmoe", "lossless"), ("olmoe", "fp8")),
+    ],
+)
+def test_adapters_of_experts_in_a_form(family: str, form: str, way: str, quantised: Quantized) -> None:
     targets = quantized.TARGETS
-    assert (
-        quantised.compare(way, plain_steps, family="qwen3_moe", form=form, dtype=torch.bfloat16, targets=targets) == []
-    )
+    assert quantised.compare(way, plain_steps, family=family, form=form, dtype=torch.bfloat16, targets=targets) == []
 
 
 @in_both_ways
