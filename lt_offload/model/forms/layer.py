@@ -94,11 +94,11 @@ def pieces_of(module: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 def put(module: nn.Module, name: str, stored: Stored, pieces: Sequence[Tensor]) -> None:
-    """Let ``module`` have ``pieces`` for its weight ``name``."""
+    """Let ``module`` have ``pieces`` for its weight ``name``; parameters among them are those of a tied weight."""
     setattr(module, STORED, stored_of(module) | {name: stored})
     for piece, tensor in zip(stored.names(name), pieces, strict=True):
-        tied = isinstance(tensor, nn.Parameter)
-        module.register_parameter(piece, tensor if tied else nn.Parameter(tensor, requires_grad=False))
+        parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+        module.register_parameter(piece, parameter)
 
 
 def take(module: nn.Module, name: str, opened: dict[nn.Parameter, nn.Parameter] | None = None) -> None:

@@ -18,7 +18,7 @@ _COMMON: dict[str, Any] = {"vocab_size": models.VOCAB, "num_hidden_layers": 2, "
 _COMMON |= {"hidden_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_experts_per_tok": 2}
 _COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "intermediate_size": 96}
 EXPERTS: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"num_local_experts": 4, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
     "qwen3_moe": {"num_experts": 5, "head_dim": 16, "moe_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4},
     "olmoe": {"num_experts": 4, "clip_qkv": None},

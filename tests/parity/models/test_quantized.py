@@ -261,7 +261,10 @@ def test_blocks_that_take_a_batch_in_parts(kind: str) -> None:
     assert differences(expected, trial.offloaded(memory=memory, micro_batches=2)) == []
 
 
-@pytest.mark.parametrize("kind", ["fp8", "qwen3_moe", "gpt_oss", "olmoe"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt_oss", "olmoe")]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "qwen3_moe", *SLOW])
 def test_the_trainer_of_transformers(kind: str, tmp_path: Path) -> None:
     def model() -> nn.Module:
         return quantized.adapted(**KINDS[kind])
@@ -270,6 +273,7 @@ def test_the_trainer_of_transformers(kind: str, tmp_path: Path) -> None:
     assert differs == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bfloat16", "gpt_oss"])
 def test_the_trainer_of_transformers_goes_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
     make = cases.plain(TRIALS[kind].model, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2)
