@@ -75,6 +75,8 @@ def adapt_stored() -> None:
             second = second.reshape(second.shape[0], -1, self.num_experts).permute(2, 0, 1)
             return first, second, self.scaling[name]
 
+    # Pickle finds a class by its names: it is peft's own from here on.
+    ParamWrapper.__module__, ParamWrapper.__qualname__ = plain.__module__, plain.__qualname__
     use_parameter_adapter(ParamWrapper)
 
 

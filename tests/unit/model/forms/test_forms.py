@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -215,6 +216,14 @@ def test_adapters_do_not_start_from_bytes(way: Any) -> None:
     of_loftq: Any = {"loftq_config": peft.LoftQConfig(loftq_bits=4)} if way == "loftq" else {}
     with pytest.raises(ConfigError, match=f"init_lora_weights='{way}' needs weights that are not stored: set it to"):
         peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=way, **of_loftq))
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_model_with_adapters_of_experts_can_be_pickled(stored: bool) -> None:
+    model: Any = quantized.adapted(family="qwen3_moe", form="int8", targets=quantized.TARGETS)
+    model = model if stored else open_weights(model)
+    again, batch = pickle.loads(pickle.dumps(model)), models.batch(model)
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
 
 
 def test_adapters_come_after_stored_weights() -> None:
