@@ -25,6 +25,12 @@ def layer_adapter() -> Any:
     return import_module("peft.tuners.lora.layer").Linear
 
 
+def initializers() -> list[str]:
+    """Return the names of the methods of a linear layer's adapter that read the layer's weight before training."""
+    known = ("corda_init", "loftq_init", "mica_init", "olora_init", "orthogonal_init", "pissa_init")
+    return [name for name in known if hasattr(layer_adapter(), name)]
+
+
 def dora() -> Any:
     """Return what makes an adapter of a linear layer one of DoRA, which reads the layer's weight."""
     return import_module("peft.tuners.lora.variants").DoraLinearVariant

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, Self
 
 import torch
@@ -128,6 +129,9 @@ class Readers:
         return readers
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if is_routed(module):  # by name, too, and in any order
+            bound = signature(module.forward).bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
         for read in reads(module, (*args, *kwargs.values()), out) if self._counts else ():
             if read.tensor not in self._index:
                 continue  # a parameter of somebody else, whom functional_call has called the module with

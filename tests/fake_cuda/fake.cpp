@@ -123,6 +123,11 @@ struct Hooks : at::CUDAHooksInterface {
 };
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+// Those that bitsandbytes has in Python for every device come before a fallback, and are compiled again for every shape.
+TORCH_LIBRARY_IMPL(bitsandbytes, CUDA, m) {
+  for (auto* name : {"dequantize_4bit", "dequantize_blockwise"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", TORCH_FN(fake::empty));
   m.impl("empty_strided", TORCH_FN(fake::empty_strided));

@@ -60,8 +60,8 @@ class _Nothing(Loader):
         pass
 
 
-# bitsandbytes has kernels for CUDA in a library that wants NVIDIA's: without both its kernels for the CPU run, by the
-# way that all kernels take.
+# bitsandbytes has kernels for CUDA in a library that wants NVIDIA's: without both its kernels for the CPU open weights,
+# by the way that all kernels take (fake.cpp).
 _LEFT_OUT = ("bitsandbytes.backends.cuda.ops",)
 
 

@@ -28,7 +28,7 @@ from lt_offload.model.forms.exact import Lossless
 from lt_offload.model.forms.experts import compute_stored, experts_in, open_experts
 from lt_offload.model.forms.fp8 import FP8
 from lt_offload.model.forms.int8 import Int8
-from lt_offload.model.forms.layer import Stored, StoredLinear, put, stored_of, take
+from lt_offload.model.forms.layer import Stored, StoredLinear, pieces_of, put, stored_of, take
 from lt_offload.model.forms.mxfp4 import MXFP4
 from lt_offload.model.forms.nf4 import NF4
 
@@ -51,7 +51,9 @@ def store_weights(model: nn.Module, form: str, *, dtype: torch.dtype | None = No
 
     Embeddings, the output projection, norms and biases stay as they are, and so do matrices that the form cannot take,
     and those that a model is shipped without (``modules_to_not_convert`` in its configuration).
-    A layer computes with the opened numbers, in the dtype of its input. Adapters are added to the changed model.
+    A layer computes with the opened numbers, in the dtype of its input. Adapters are added to the changed model, and
+    saved with ``save_pretrained`` of theirs. That of the model itself would write pieces, which transformers takes for
+    numbers: call :func:`open_weights` before.
 
     ======== ======================================================================================= ================
     form     definition                                                                              bits per number
@@ -160,9 +162,17 @@ def close_weights(
     One at a time: ``release`` is told of each weight that is not needed any more.
     """
     worker = torch.device("cuda") if torch.cuda.is_available() else None
+    by_weight: dict[int, str] = {}
+    first_names = {name: by_weight.setdefault(id(model.get_parameter(name)), name) for name in checked.taken}
     for name in checked.taken:
         module, _, weight = name.rpartition(".")
         owner = model.get_submodule(module)
+        if first_names[name] != name:  # tied: the pieces are the same ones, too
+            other, _, its_weight = first_names[name].rpartition(".")
+            source = model.get_submodule(other)
+            put_weight(model, name, stored_of(source)[its_weight], pieces_of(source, its_weight))
+            yield name
+            continue
         matrices: Tensor = getattr(owner, weight)
         stored = described(owner, matrices, form, dtype)
         with torch.no_grad():
@@ -190,9 +200,10 @@ def open_weights(model: nn.Module) -> nn.Module:
 
     Adapters stay, and can be merged as those of any model.
     """
+    opened: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, StoredLinear):
-            take(module, "weight")
+            take(module, "weight", opened)
             module.__class__ = nn.Linear  # type: ignore[assignment]
         elif stored_of(module):
             open_experts(module)

@@ -1,8 +1,9 @@
 """Adapters of stored weights, with peft's own classes, names and files.
 
-Those of linear layers compute beside the layer. Merging and DoRA read its weight, and would take the bytes of a stored
-one for numbers: both are refused. Those of experts (``target_parameters``) peft adds to the whole weight. Stored
-experts have no such tensor: rows go through the two low-rank matrices of their expert beside its product.
+Those of linear layers compute beside the layer. Merging, DoRA and most values of ``init_lora_weights`` read its weight,
+and would take the bytes of a stored one for numbers: they are refused. Those of experts (``target_parameters``) peft
+adds to the whole weight. Stored experts have no such tensor: rows go through the two low-rank matrices of their expert
+beside its product.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lt_offload.compat.peft import dora, layer_adapter, parameter_adapter, use_parameter_adapter
+from lt_offload.compat.peft import dora, initializers, layer_adapter, parameter_adapter, use_parameter_adapter
 from lt_offload.errors import ConfigError
 from lt_offload.model.forms.experts import ADAPTERS, Factors
 from lt_offload.model.forms.layer import stored_of
@@ -26,8 +27,13 @@ def adapt_stored() -> None:
     if plain is None or hasattr(plain, "knows_stored"):
         return
     merging = "adapters cannot be merged into stored weights: call lt_offload.open_weights(model) first"
-    for kind in (plain, layer_adapter()):
+    of_layer = layer_adapter()
+    for kind in (plain, of_layer):
         kind.merge = _refused(kind.merge, merging)
+    for name in initializers():
+        way = f"init_lora_weights={name.removesuffix('_init')!r}"
+        why = f"{way} needs weights that are not stored: set it to True or 'gaussian'"
+        setattr(of_layer, name, _refused(getattr(of_layer, name), why))
     dora().init = staticmethod(
         _refused(dora().init, "use_dora=True needs weights that are not stored: set it to False")
     )
@@ -69,6 +75,8 @@ def adapt_stored() -> None:
             second = second.reshape(second.shape[0], -1, self.num_experts).permute(2, 0, 1)
             return first, second, self.scaling[name]
 
+    # Pickle finds a class by its names: it is peft's own from here on.
+    ParamWrapper.__module__, ParamWrapper.__qualname__ = plain.__module__, plain.__qualname__
     use_parameter_adapter(ParamWrapper)
 
 

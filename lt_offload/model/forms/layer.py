@@ -94,19 +94,26 @@ def pieces_of(module: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 def put(module: nn.Module, name: str, stored: Stored, pieces: Sequence[Tensor]) -> None:
-    """Let ``module`` have ``pieces`` for its weight ``name``."""
+    """Let ``module`` have ``pieces`` for its weight ``name``; parameters among them are those of a tied weight."""
     setattr(module, STORED, stored_of(module) | {name: stored})
     for piece, tensor in zip(stored.names(name), pieces, strict=True):
-        module.register_parameter(piece, nn.Parameter(tensor, requires_grad=False))
+        parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+        module.register_parameter(piece, parameter)
 
 
-def take(module: nn.Module, name: str) -> None:
-    """Let ``module`` have the opened weight ``name`` again, frozen, instead of its pieces."""
+def take(module: nn.Module, name: str, opened: dict[nn.Parameter, nn.Parameter] | None = None) -> None:
+    """Let ``module`` have the opened weight ``name`` again, frozen, instead of its pieces.
+
+    ``opened``: weights by the first of their pieces; the one that another module has of the same pieces is taken.
+    """
     stored, pieces = stored_of(module)[name], pieces_of(module, name)
-    weight = stored.open_all([piece.data for piece in pieces])
+    opened = {} if opened is None else opened
+    if pieces[0] not in opened:
+        weight = stored.open_all([piece.data for piece in pieces])
+        opened[pieces[0]] = nn.Parameter(weight, requires_grad=False)
     for piece in stored.names(name)[1:]:
         delattr(module, piece)
-    module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    module.register_parameter(name, opened[pieces[0]])
     vars(module)[STORED] = {other: kept for other, kept in stored_of(module).items() if other != name}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,8 +24,10 @@ from lt_offload.model.forms.base import Constant, Layout, Pieces, StorageForm, a
 
 def bitsandbytes() -> Any:
     """Return the package."""
-    # It says at warning level which CPU kernels are not installed; ours are few and are not these.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    if "bitsandbytes" not in sys.modules:
+        # It says at warning level which CPU kernels are not installed; ours are few and are not these. Once: setting a
+        # level empties the caches of all loggers, and every expert's opening comes here.
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return importlib.import_module("bitsandbytes")
     except ImportError:

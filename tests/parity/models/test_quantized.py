@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 import lt_offload
+from lt_offload import Plan
 from lt_offload.finetune.module import FineTune, LoraArgs
 from lt_offload.model.blocks import find_blocks
-from lt_offload.model.forms import open_weights
+from lt_offload.model.forms import FORMS, open_weights
 from scripts.hf import cases
-from scripts.hf.runs import compare
+from scripts.hf.runs import compare, ended, train
 from tests import sampling
 from tests.parity.models import quantized
 from tests.support import models, plans, tiny
 from tests.support.engines import BUDGET, Result, differences, make_optimizer, trained_by
 from tests.support.hostile.device import HostileDevice
+from tests.support.profiles import budgets
 from tests.support.profiles.budgets import BUDGETS
 from tests.support.trials import Trial
 from tests.support.user_nets import seed
@@ -97,6 +100,58 @@ def test_equals_plain_pytorch(kind: str, budget: str) -> None:
     assert any("lora_A" in name and not torch.equal(weight, start[name]) for name, weight in trained)
 
 
+FAMILIES = ("gpt_oss", "qwen3_moe", "olmoe", "llama", "gemma3_vision")
+
+
+@cache
+def trial_of(family: str, form: str) -> Trial:
+    """Return a model whose weights are stored in ``form``, in bfloat16, with adapters of its experts if it has some."""
+    settings: dict[str, Any] = {"family": family, "form": form, "dtype": torch.bfloat16}
+    settings |= {"targets": quantized.TARGETS} if family in quantized.EXPERTS else {}
+
+    def batches() -> list[dict[str, Tensor]]:
+        made = [models.batch(nn.Linear(1, 1), seed=i) for i in range(4)]
+        if family != "gemma3_vision":
+            return made
+        return [quantized.with_images(batch, torch.bfloat16, seed=i) for i, batch in enumerate(made)]
+
+    return Trial(partial(quantized.adapted, **settings), batches, adamw)
+
+
+@pytest.mark.parametrize(("family", "form", "budget"), sampling.grid(FAMILIES, FORMS, BUDGETS, count=8))
+def test_every_form_of_every_family(family: str, form: str, budget: str) -> None:
+    assert trial_of(family, form).at(budget) == []
+
+
+def in_windows(trial: Trial, plan: Plan | None = None) -> Result:
+    """Train with two micro-batches for an update, and a bound on the norm of their gradients."""
+    model = trial.model()
+    optimizer = trial.optimizer(model)
+    batches, losses = trial.batches(), []
+    session: Any = nullcontext()
+    if plan is not None:
+        session = lt_offload.offloaded(model, optimizer, batches[0], accelerator="cpu", plan=plan, accumulate=2)
+    with session as run:
+        seed()
+        for number, batch in enumerate(batches):
+            loss = model(**batch).loss / 2
+            loss.backward()
+            losses.append(loss.detach().clone())
+            if number % 2:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1) if run is None else run.clip_grad_norm_(0.1)
+                losses.append(norm.clone())
+                optimizer.step()
+                optimizer.zero_grad()
+    return Result(losses, model, optimizer)
+
+
+@pytest.mark.parametrize(("family", "form", "budget"), sampling.grid(FAMILIES, FORMS, BUDGETS, count=5))
+def test_every_form_of_every_family_in_windows(family: str, form: str, budget: str) -> None:
+    trial = trial_of(family, form)
+    plan = budgets.planned(trial.profile, budget, accumulate=2, delayed=True)
+    assert differences(in_windows(trial), in_windows(trial, plan)) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "option"),
     [
@@ -143,7 +198,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-FORMS = {"llama": "nf4", "qwen3_moe": "mxfp4", "mixtral": "int8"}
+FITTED = {"llama": "nf4", "qwen3_moe": "mxfp4", "mixtral": "int8"}
 
 
 def fit(
@@ -183,7 +238,7 @@ def fit(
 def test_fine_tuning_under_a_trainer(
     family: str, folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any], memory: str
 ) -> None:
-    folder, form = folders[family], FORMS[family]
+    folder, form = folders[family], FITTED[family]
     expected = fit(folder, "auto", tmp_path / "plain", form=form, **settings)
     found = fit(folder, lt_offload.OffmateStrategy(memory=memory), tmp_path / "ours", form=form, **settings)
     assert differences(expected, found) == []
@@ -206,10 +261,23 @@ def test_blocks_that_take_a_batch_in_parts(kind: str) -> None:
     assert differences(expected, trial.offloaded(memory=memory, micro_batches=2)) == []
 
 
-@pytest.mark.parametrize("kind", ["fp8", "qwen3_moe"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt_oss", "olmoe")]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "qwen3_moe", *SLOW])
 def test_the_trainer_of_transformers(kind: str, tmp_path: Path) -> None:
     def model() -> nn.Module:
         return quantized.adapted(**KINDS[kind])
 
     _, differs = compare(cases.plain(model, gradient_accumulation_steps=2), "tight", tmp_path)
     assert differs == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bfloat16", "gpt_oss"])
+def test_the_trainer_of_transformers_goes_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    make = cases.plain(TRIALS[kind].model, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2)
+    whole = train(make, tmp_path)
+    last = {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-2")}
+    resumed = train(make, tmp_path / "again", lt_offload.hf_trainer(memory="600kB"), **last)
+    assert ended(whole).differs(ended(resumed)) == []

@@ -1,4 +1,4 @@
-"""Stored experts that computations read in host memory: of a batch's experts those to which a router sends tokens."""
+"""Experts to which a router sends no token: stored ones that are not read in host memory, and trained ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lt_offload
 from lt_offload.model.forms import store_weights
@@ -16,16 +16,21 @@ from tests.support.trials import Trial
 EXPERTS, CHOSEN, TOKENS = 16, 2, 5
 
 
-def model() -> nn.Module:
-    import peft
+def mixture() -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     routed = {"moe_intermediate_size": 64, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
-    plain = Qwen3MoeForCausalLM(
+    return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(vocab_size=64, num_hidden_layers=3, intermediate_size=64, **sizes, **routed)
     )
+
+
+def model() -> nn.Module:
+    import peft
+
+    plain = mixture()
     store_weights(plain, "int8")
     with warnings.catch_warnings():  # peft asks transformers with a deprecated name
         warnings.simplefilter("ignore", FutureWarning)
@@ -67,3 +72,51 @@ def test_experts_that_are_read_directly_train_as_plainly(share: float, activatio
     read = {tensor for op in plan.ops for tensor in plan.zero_copy(op)}
     assert read & {*experts()}
     assert TRIAL.differences(plan=plan) == []
+
+
+class Routed(nn.Module):
+    """Experts that are modules: one that has no token is not called, and its weights have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x.detach()[:, :2] > 0).long() @ torch.tensor([1, 2])
+        out = x.clone()
+        for number in chosen.unique().tolist():
+            rows = chosen == number
+            out[rows] = out[rows] + self.experts[number](x[rows]).tanh()
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Routed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def few_rows() -> list[dict[str, Tensor]]:
+    """Batches whose rows choose one expert, another one, and both."""
+    first, second = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(4)).abs()
+    second[:, 0] *= -1
+    return [{"x": rows} for rows in (first, second, torch.cat([first, second]))]
+
+
+TRAINED = {"together": Trial(mixture, batches), "apart": Trial(Net, few_rows)}
+
+
+@pytest.mark.parametrize("budget", budgets.BUDGETS)
+@pytest.mark.parametrize("experts", TRAINED)
+def test_trained_experts_without_a_token_are_treated_as_plainly(experts: str, budget: str) -> None:
+    trial = TRAINED[experts]
+    assert trial.at(budget) == []
+    idle = [p for p in trial.plain.model.parameters() if p not in trial.plain.optimizer.state]
+    # Those of one tensor have a gradient of zeros, after which AdamW goes on with their averages.
+    assert bool(idle) == (experts == "apart")

@@ -20,15 +20,15 @@ def planning(budget: str) -> dict[str, Any]:
     return {"planner": "resident" if budget == "resident" else "auto", "activation_offload": budget != "recomputing"}
 
 
-def smallest(profile: Profile, budget: str) -> int:
-    """The memory that training takes at least under the settings of a budget."""
+def smallest(profile: Profile, budget: str, **settings: Any) -> int:
+    """The memory that training takes at least under the settings of a budget, and others of the planner's."""
     with pytest.raises(InfeasibleError) as caught:
-        lt_offload.solve(profile, memory=1000, **planning(budget) | {"planner": "auto"})
+        lt_offload.solve(profile, memory=1000, **planning(budget) | {"planner": "auto"} | settings)
     assert caught.value.needed_bytes is not None
     return caught.value.needed_bytes
 
 
-def planned(profile: Profile, budget: str) -> Plan:
+def planned(profile: Profile, budget: str, **settings: Any) -> Plan:
     """A plan for a budget."""
-    memory = int(smallest(profile, budget) * BUDGETS[budget])
-    return lt_offload.solve(profile, memory=memory, **planning(budget))
+    memory = int(smallest(profile, budget, **settings) * BUDGETS[budget])
+    return lt_offload.solve(profile, memory=memory, **planning(budget) | settings)

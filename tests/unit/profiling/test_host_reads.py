@@ -6,8 +6,10 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import lt_offload
+from lt_offload.model.forms.experts import is_routed
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.host_reads import reads
+from tests.parity.models import quantized
 from tests.support import models
 
 
@@ -63,6 +65,24 @@ def test_every_tensor_of_every_family_is_known(family, lora):
     # Where it is tied, the projection reads all of it.
     assert len(others) == len(table.blocks) - 1
     assert all(read.forward_bytes == read.backward_bytes == table.bytes for read in others)
+
+
+def test_experts_that_are_called_by_name_read_as_others():
+    def backwards(experts, args, _):
+        return (), dict(zip(("top_k_weights", "top_k_index", "hidden_states"), args[::-1], strict=True))
+
+    figures_of = []
+    for by_name in (False, True):
+        model = quantized.adapted(family="qwen3_moe", form="int8", num_experts=16)
+        for module in model.modules():
+            if by_name and is_routed(module):
+                module.register_forward_pre_hook(backwards, with_kwargs=True)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        batch = models.batch(model, batch_size=1, sequence_length=3)
+        found = lt_offload.profile(model, batch, optimizer=optimizer, hardware=load_hardware("h200"))
+        figures_of.append([t.zero_copy for t in found.tensors if ".experts." in t.name])
+    assert figures_of[0] == figures_of[1]
+    assert 0 < figures_of[0][0].reads[0].forward_bytes < 16 * 64 * 64
 
 
 class Functional(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -169,6 +170,20 @@ def test_adapters_of_experts_are_those_of_peft(family: str) -> None:
         assert not torch.equal(model(**batch).logits, merged(**batch).logits)
 
 
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_a_weight_of_two_layers_is_stored_once(form: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    model[2].weight = model[0].weight  # type: ignore[assignment]
+    x, before = torch.randn(3, 64), len([*model.parameters()])
+    assert store_weights(model, form) == ("0.weight", "2.weight")
+    pieces = [*FORMS[form].layout((64, 64))]
+    assert len([*model.parameters()]) == before - 1 + len(pieces)
+    out = model(x)
+    assert torch.equal(open_weights(model)(x), out)
+    assert model[0].weight is model[2].weight
+
+
 def test_the_public_name_says_what_it_cannot_do() -> None:
     with pytest.raises(ConfigError, match=r"form='nf5' is not known; use nf4"):
         lt_offload.store_weights(nn.Linear(4, 4), "nf5")
@@ -191,6 +206,24 @@ def test_adapters_do_not_take_bytes_for_numbers(form: Any) -> None:
         add_lora(quantized.base(form=form, dtype=dtype), dora)
     plain: Any = add_lora(models.build(layers=1), dora)
     plain.merge_and_unload()
+
+
+@pytest.mark.parametrize("way", ["loftq", "pissa", "olora", "orthogonal"])
+def test_adapters_do_not_start_from_bytes(way: Any) -> None:
+    import peft
+
+    base: Any = quantized.base(form="int8")
+    of_loftq: Any = {"loftq_config": peft.LoftQConfig(loftq_bits=4)} if way == "loftq" else {}
+    with pytest.raises(ConfigError, match=f"init_lora_weights='{way}' needs weights that are not stored: set it to"):
+        peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=way, **of_loftq))
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_model_with_adapters_of_experts_can_be_pickled(stored: bool) -> None:
+    model: Any = quantized.adapted(family="qwen3_moe", form="int8", targets=quantized.TARGETS)
+    model = model if stored else open_weights(model)
+    again, batch = pickle.loads(pickle.dumps(model)), models.batch(model)
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
 
 
 def test_adapters_come_after_stored_weights() -> None:
