@@ -20,6 +20,7 @@ from lt_offload.compat.hugging_face import set_name, untie
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.terminal import clear
 from lt_offload.finetune.unused import refuse_unused
 from lt_offload.finetune.weights.gguf import Bits, check_writable, write_gguf
 from lt_offload.finetune.weights.hub import is_full
@@ -122,6 +123,7 @@ def export(
     )
     files = [written] if written.is_file() else [file for file in written.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
+    clear()
     print(f"{written}: {_LOADED[format].format(size=format_bytes(size), path=repr(str(written)), file=written)}")
     return 0
 

@@ -155,8 +155,9 @@ class RunSummary(Callback):
                 module.training = mode
             self.clock.enter(before)
         loss = self.losses[-1][1] if self.losses and self.losses[-1][0] == step else None
+        apart = "\n" if data.asks_questions else ""  # an answer does not go on with its question's line
         made = [
-            RunSample(step=step, val_loss=loss, prompt=prompt, text=text)
+            RunSample(step=step, val_loss=loss, prompt=prompt, text=apart + text)
             for prompt, text in zip(wanted, texts, strict=True)
         ]
         self.samples = [sample for sample in self.samples if sample.step != step] + made

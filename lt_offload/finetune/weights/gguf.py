@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.terminal import clear
 from lt_offload.finetune.weights.hub import in_words
 from lt_offload.replacing import replacing
 from lt_offload.resources import is_file, user_cache, user_path
@@ -71,6 +72,7 @@ def converted(name: str, source: Path) -> Path:
     if any(find_spec(package) is None for package in ("gguf", "accelerate")):
         raise ConfigError(f"model {name!r} is stored as GGUF, which needs readers: pip install gguf accelerate")
     _check_rotations(source, name)
+    clear()
     print(f"Converting {source.name} once, to {target} (about a minute) ...", flush=True)
     with in_words(name):
         model, tokenizer = _read(source)
