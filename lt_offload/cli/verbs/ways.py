@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,14 +208,10 @@ class Drafts:
         # One profile of few sequences is scaled instead of estimated anew: a comparison needs no more, and takes a
         # fraction of the time.
         whole, settings = self._wholes[way.method], self._settings(_PRICE_SECONDS)
-        times = {}
-        for parts, accumulate in splits:
-            times[parts, accumulate] = promised_s(whole, Split(BATCH, accumulate, parts), settings)
-        # Batches one after the other read all weights once for each of them: not worth a plan where parts fit.
-        least = min(times.values())
-        order = sorted(times, key=lambda split: (split[1] > 1, times[split] > least * _ALIKE, times[split] == math.inf))
         errors = list[Exception]()
-        for parts, accumulate in order:
+        # Batches one after the other read all weights once for each of them: not worth a look where parts fit.
+        beside, in_turn = ([split for split in splits if (split[1] > 1) == after] for after in (False, True))
+        for parts, accumulate in chain.from_iterable(_ordered(whole, some, settings) for some in (beside, in_turn)):
             cut = in_parts(scaled(whole, BATCH // accumulate), parts)
             try:
                 try:
@@ -316,6 +313,13 @@ class Drafts:
 
     def _plan(self, profile: Profile, seconds: float, accumulate: int) -> Plan:
         return make_plan(profile, replace(self._settings(seconds), accumulate=accumulate))
+
+
+def _ordered(whole: Profile, splits: Sequence[tuple[int, int]], settings: Settings) -> list[tuple[int, int]]:
+    """Return divisions of a batch; those first that promise about the least time, and last those without a plan."""
+    times = {split: promised_s(whole, Split(BATCH, split[1], split[0]), settings) for split in splits}
+    least = min(times.values(), default=0.0)
+    return sorted(times, key=lambda split: (times[split] > least * _ALIKE, times[split] == math.inf))
 
 
 def best(ways: Sequence[WayToTrain]) -> WayToTrain:
