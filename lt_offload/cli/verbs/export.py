@@ -71,7 +71,7 @@ def export(
             hf.
         merge: merge adapters into the weights; if false, the adapters alone are written.
         dtype: of what is written, e.g. bfloat16; as it was trained if not given.
-        quantize: q8_0 writes the matrices of a GGUF file in 8 bits.
+        quantize: q8_0 writes the matrices of a GGUF file in 8 bits; q4_1 and q4_0 in 4, but for embeddings and output.
         max_shard_size: of one file of a whole model's folder.
     """
     written_as = format or ("gguf" if output is not None and output.endswith(".gguf") else "hf")
