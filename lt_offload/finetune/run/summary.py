@@ -243,8 +243,7 @@ class RunSummary(Callback):
 
 def prompts(data: Any) -> list[str]:
     """Return the sample prompts of a data module, none if it has none."""
-    setting = getattr(data, "sample_prompt", None)
-    return [setting] if isinstance(setting, str) else list(setting or ())
+    return list(getattr(data, "prompts", ()))
 
 
 def write_report(folder: Path, gains: Sequence[Gain] = ()) -> Path:
