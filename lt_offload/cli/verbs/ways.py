@@ -234,7 +234,7 @@ class Drafts:
             way = self.known[at]
             # The recipe that is chosen is profiled anew, and planned at length.
             left = (len(far) - done) * _PRICE_SECONDS + 3 * self._profile_s + 2 * _PRICE_SECONDS
-            status(f"planning {way.method.title} better, about {_in_fives(left)} s left; Ctrl-C keeps the first plans")
+            status(f"planning better, about {_in_fives(left)} s left, Ctrl-C keeps the first plans: {way.method.title}")
             cut = in_parts(scaled(self._wholes[way.method], BATCH // way.accumulate), way.parts)
             with suppress(OffloadError):  # the first plan stays
                 plan = self._plan(cut, _PRICE_SECONDS, way.accumulate)
@@ -251,7 +251,7 @@ class Drafts:
         while any(way.plan is not None for way in left):
             way = best(left)
             seconds = 3 * self._profile_s + 2 * _PRICE_SECONDS
-            status(f"planning {way.method.title} at length, about {_in_fives(seconds)} s left; Ctrl-C keeps its plan")
+            status(f"planning at length, about {_in_fives(seconds)} s left, Ctrl-C keeps its plan: {way.method.title}")
             try:
                 final = self._plan(self._profile(way), Settings().time_limit, way.accumulate)
                 return left, replace(way, plan=final)
