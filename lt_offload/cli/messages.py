@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import warnings
 from pathlib import Path
 
 from lt_offload.finetune.processes import is_first
 from lt_offload.finetune.terminal import clear, quiet, status, wrapped
+from lt_offload.finetune.weights.hub import chain_of
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _PREFIX = "offmate: "
@@ -78,7 +80,13 @@ def install() -> None:
 
 
 def _waiting(record: logging.LogRecord) -> bool:
-    """Let one line stand for all requests that are made again; the error at their end is ours."""
+    """Let one line stand for all requests that are made again; the error at their end is ours.
+
+    Where there is no network, no request is made again: the error that the library tells of is raised at once.
+    """
+    error = sys.exc_info()[1]
+    if error is not None and any(isinstance(link, socket.gaierror) for link in chain_of(error)):
+        raise error
     if record.levelno == logging.WARNING:
         status("waiting for the hub, which does not answer")
     return record.levelno > logging.WARNING

@@ -9,6 +9,7 @@ Functions are imported when they are called, so that a verb without torch never 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -41,13 +42,16 @@ class Verb:
 def imported(module: str) -> ModuleType:
     """Import a module that takes seconds.
 
-    Nothing that modules make is garbage, and looking for some again and again would take a fifth of the time.
+    Nothing that modules make is garbage: looking for some again and again would take a fifth of the time, and later
+    searches leave it out.
     """
-    collects = gc.isenabled()
+    collects, is_first = gc.isenabled(), module not in sys.modules
     gc.disable()
     try:
         return import_module(module)
     finally:
+        if is_first:
+            gc.freeze()
         if collects:
             gc.enable()
 

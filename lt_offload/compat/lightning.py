@@ -122,6 +122,11 @@ def before_transfer(module: Any, batch: Any) -> Any:
     return module._on_before_batch_transfer(batch)
 
 
+def training_modes(trainer: Any) -> dict[str, bool]:
+    """Return the modes of modules, by name, that come back when the check of validation before training ends."""
+    return trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if trainer.sanity_checking else {}
+
+
 # -- modules and callbacks --------------------------------------------------------------------------------------------
 
 

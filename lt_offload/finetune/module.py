@@ -218,8 +218,6 @@ class FineTune(LightningModule):
         """Tokens of the present update, kept from the batch of a subclass's step for a call of this class's."""
         self._optimizer_settings: dict[str, Any] | None = None
         """Settings of the optimizer; None: there is none yet, or a subclass has made another."""
-        self._lr_of_run: float | None = None
-        """The learning rate of the run that is gone on with, if it is another one."""
 
     def _check_optimization(self) -> None:
         """Raise ``ConfigError`` for settings of loss or updates that cannot be, or would change nothing."""
@@ -374,9 +372,7 @@ class FineTune(LightningModule):
             )
 
     def on_train_start(self) -> None:
-        """Go on with another learning rate than the checkpoint's; warn if it never rises to ``lr``."""
-        if self._lr_of_run is not None:
-            self._take_learning_rate()
+        """Add references of pairs, which the loss of DPO needs; warn if the learning rate never rises to ``lr``."""
         add_references(self.trainer)
         total = self.trainer.estimated_stepping_batches
         if 0 < self.warmup_steps >= total:
@@ -384,22 +380,6 @@ class FineTune(LightningModule):
                 "model.warmup_steps=%g are not over when training ends after %d steps: the learning rate stays below "
                 "model.lr=%g", self.warmup_steps, total, self.lr,
             )  # fmt: skip
-
-    def _take_learning_rate(self) -> None:
-        """Let the schedule that was loaded go on with ``lr`` in place of the one that it began with."""
-        assert self._optimizer_settings is not None
-        lr = self._optimizer_settings["lr"]
-        for scheduler in (one.scheduler for one in self.trainer.lr_scheduler_configs):
-            assert isinstance(scheduler, LambdaLR)
-            groups = scheduler.optimizer.param_groups
-            scheduler.base_lrs = [lr] * len(groups)
-            for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
-                group["initial_lr"], group["lr"] = lr, lr * factor(scheduler.last_epoch)
-        _log.warning(
-            "model.lr=%g from step %d on, with the schedule and the moments of the run, which had %g until then",
-            lr, self.trainer.global_step, self._lr_of_run,
-        )  # fmt: skip
-        self._lr_of_run = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -493,7 +473,7 @@ class FineTune(LightningModule):
             )
         warmup = math.ceil(self.warmup_steps * total) if self.warmup_steps < 1 else int(self.warmup_steps)
         factor = lr_factor(self.schedule, warmup=warmup, total=total, floor=self.min_lr_ratio)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": _Schedule(optimizer, factor), "interval": "step"}}
 
     def make_optimizer(self, params: Any) -> Optimizer:
         """Return the optimizer of the settings over ``params``; fused where there is such a kernel: the fast one."""
@@ -525,7 +505,12 @@ class FineTune(LightningModule):
         """Take the left-out tensors from the model; refuse other settings of the optimizer than the checkpoint's."""
         # Loading the states of an optimizer replaces its settings without a word.
         if trainer_of(self) is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            self._lr_of_run = self.check_continues(checkpoint)
+            lr_of_run = self.check_continues(checkpoint)
+            if lr_of_run is not None:
+                _log.warning(
+                    "model.lr=%g from step %d on, with the schedule and the moments of the run, which had %g until "
+                    "then", self.lr, checkpoint["global_step"], lr_of_run,
+                )  # fmt: skip
             before, now = checkpoint.get(_KERNELS, ""), kernels_of(self)
             if before != now and is_first():
                 warnings.warn(
@@ -597,3 +582,15 @@ def _untold(step: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return untold
+
+
+class _Schedule(LambdaLR):
+    """A schedule that keeps the learning rate that it was made with where a run goes on with another one."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = self.base_lrs
+        super().load_state_dict(state_dict)
+        if self.base_lrs != own:
+            self.base_lrs = own
+            for group, lr, factor in zip(self.optimizer.param_groups, own, self.lr_lambdas, strict=True):
+                group["initial_lr"], group["lr"] = lr, lr * factor(self.last_epoch)

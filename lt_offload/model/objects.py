@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import sysconfig
 import types
 from argparse import Namespace
 from collections import OrderedDict, UserDict, UserList, deque
@@ -114,12 +113,12 @@ def is_library(module: str | None) -> bool:
     """Return whether a module was installed and is not the user's own."""
     module = module or "builtins"
     top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top == "lt_offload":
+    if top in sys.stdlib_module_names or top in ("lt_offload", "torch"):
         return True
     namespaces = (attributes_of(sys.modules.get(name)) or {} for name in (top, module))
-    file = next((str(held["__file__"]) for held in namespaces if held.get("__file__")), None)
-    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
-    return file is not None and any(Path(file).is_relative_to(folder) for folder in folders)
+    files = (Path(held["__file__"]) for held in namespaces if held.get("__file__"))
+    # Installed for the system or for the user, too: a virtual environment may see those libraries.
+    return not {"site-packages", "dist-packages"}.isdisjoint(next(files, Path()).parts)
 
 
 # -- what holds others -----------------------------------------------------------------------------------------------

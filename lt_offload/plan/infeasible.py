@@ -89,19 +89,19 @@ def smallest_ram(profile: Profile, allowed: Allowed) -> int:
     return lasting_host_bytes(options, (), profile)
 
 
-_LOW = "bfloat16 weights and "
+_LOW, _FLAGS = "bfloat16 weights and ", "lt-finetune: --model.dtype bfloat16"
 _PRECISIONS = (
-    ("fp32 weights (--model.dtype float32)", "float32", 4, 8),
+    ("fp32 weights (lt-finetune: --model.dtype float32)", "float32", 4, 8),
     (
-        _LOW + "lt_offload.AdamW, which keeps fp32 masters (--model.dtype bfloat16 --model.master_weights true)",
+        f"{_LOW}lt_offload.AdamW, which keeps fp32 masters ({_FLAGS} --model.master_weights true)",
         "bfloat16", 2, 12,
     ),
     (
-        _LOW + "lt_offload.AdamW(stochastic_rounding=True) (--model.dtype bfloat16 --model.stochastic_rounding true)",
+        f"{_LOW}lt_offload.AdamW(stochastic_rounding=True) ({_FLAGS} --model.stochastic_rounding true)",
         "bfloat16", 2, 8,
     ),
     (
-        _LOW + "8-bit moments (--model.dtype bfloat16 --model.stochastic_rounding true --model.optimizer adamw8bit)",
+        f"{_LOW}8-bit moments ({_FLAGS} --model.stochastic_rounding true --model.optimizer adamw8bit)",
         "bfloat16", 2, 2,
     ),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,16 @@ Rows = Mapping[str, Sequence[str]]
 def read_runs(paths: Sequence[str]) -> dict[str, RunFolder]:
     """Return the runs in the folders ``paths``, by the folders' names, or by their paths where these are the same.
 
-    Raises ``ConfigError`` if there are fewer than two, one is no run folder, has no metrics, or is given twice.
+    Of a single one that was resumed: its parts, by their steps. Raises ``ConfigError`` if there are fewer than two, one
+    is no run folder, has no metrics, or is given twice.
     """
     if len(paths) < 2:
+        if paths and len(parts := parts_of(read_run(*paths))) > 1:
+            return parts
         count = len(paths) or "none"
-        raise ConfigError(f"compare needs two run folders or more, got {count}: lt-finetune compare RUN RUN")
+        raise ConfigError(
+            f"compare needs two run folders or more, got {count}: lt-finetune compare RUN RUN; or one that was resumed"
+        )
     if len(paths) > _MOST:
         raise ConfigError(f"compare: {len(paths)} runs are too many for one table; give {_MOST} at most")
     runs = [read_run(path) for path in paths]
@@ -49,6 +55,22 @@ def read_runs(paths: Sequence[str]) -> dict[str, RunFolder]:
     if len(set(names)) < len(names):
         names = [str(Path(path)) for path in paths]
     return dict(zip(names, runs, strict=True))
+
+
+def parts_of(run: RunFolder) -> dict[str, RunFolder]:
+    """Return the parts of ``run`` as runs of their own, by their steps; the plan is that of the last one."""
+    return {
+        f"steps {part.first_step + 1} to {part.last_step}": replace(
+            run,
+            curves={
+                name: [(step, value) for step, value in curve if part.first_step < step <= part.last_step]
+                for name, curve in run.curves.items()
+            },
+            parts=(part,),
+            plan=run.plan if part is run.parts[-1] else None,
+        )
+        for part in run.parts
+    }
 
 
 def tables(runs: Mapping[str, RunFolder]) -> dict[str, Rows]:

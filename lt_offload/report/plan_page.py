@@ -71,7 +71,7 @@ def _gains(plan: Plan, gains: Sequence[Gain]) -> str:
         (
             gain.change,
             format_seconds(gain.iteration_s),
-            f"{gain.iteration_s / now.iteration_s - 1:+.1%}",
+            f"{gain.iteration_s / now.iteration_s - 1:+z.1%}",
             format_seconds(gain.lower_bound_s),
             gain.note,
         )

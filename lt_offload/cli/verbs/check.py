@@ -12,6 +12,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data.batches import check_end
 from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.terminal import clear
 from lt_offload.finetune.weights.left_out import take_up
 from lt_offload.plan.settings import Settings
 from lt_offload.resources import is_dir, is_file, user_path
@@ -38,6 +39,7 @@ def check(app: App) -> int:
             app.model.prepare(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
     if is_dir(user_path(app.datamodule.tokenizer_name)):
         _ = app.datamodule.encoder  # the chat template is there, and fits
+    clear()
     print(f"{app.recipe}: every setting is known and of the right type")
     return 0
 

@@ -14,7 +14,7 @@ def compare(*runs: str) -> int:
     """Compare runs: settings that differ, losses, speed, memory, plans, and whether they are the same bit for bit.
 
     Args:
-        runs: run folders, two or more.
+        runs: run folders, two or more, or one that was resumed: then its parts.
     """
     read = read_runs(runs)
     console = Console(highlight=False)
@@ -24,6 +24,6 @@ def compare(*runs: str) -> int:
             print_table([title, *read], [(name, *values) for name, values in rows.items()], width=width)
             print()
     warnings = [f"{name}: {warning}" for name, run in read.items() for warning in run.warnings]
-    for sentence in (*trajectories(read), *warnings):
+    for sentence in (*(trajectories(read) if len(runs) > 1 else ()), *warnings):
         console.print(sentence, markup=False)
     return 0

@@ -11,6 +11,7 @@ from lt_offload.cli.app import App
 from lt_offload.cli.outputs import check_output
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.preview import Preview
+from lt_offload.finetune.terminal import clear
 from lt_offload.resources import user_path
 
 _ENDINGS = (".html", ".svg", ".txt")
@@ -33,6 +34,7 @@ def data(app: App, *, samples: int = 3, save: str | None = None) -> int:
     preview = Preview(app.datamodule)
     console = Console(highlight=False, markup=False)
     for part in preview.parts(samples=samples, color=console.color_system is not None):
+        clear()
         console.print(part)
     if save is None:
         return 0

@@ -20,6 +20,7 @@ from lt_offload.compat.hugging_face import set_name, untie
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.terminal import clear
 from lt_offload.finetune.unused import refuse_unused
 from lt_offload.finetune.weights.gguf import Bits, check_writable, write_gguf
 from lt_offload.finetune.weights.hub import is_full
@@ -70,7 +71,7 @@ def export(
             hf.
         merge: merge adapters into the weights; if false, the adapters alone are written.
         dtype: of what is written, e.g. bfloat16; as it was trained if not given.
-        quantize: q8_0 writes the matrices of a GGUF file in 8 bits.
+        quantize: q8_0 writes the matrices of a GGUF file in 8 bits; q4_1 and q4_0 in 4, but for embeddings and output.
         max_shard_size: of one file of a whole model's folder.
     """
     written_as = format or ("gguf" if output is not None and output.endswith(".gguf") else "hf")
@@ -122,6 +123,7 @@ def export(
     )
     files = [written] if written.is_file() else [file for file in written.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
+    clear()
     print(f"{written}: {_LOADED[format].format(size=format_bytes(size), path=repr(str(written)), file=written)}")
     return 0
 

@@ -159,7 +159,9 @@ class Runs:
         plainly = name == "plain"
         keeping = {"dirpath": str(Path(self.checkpoint).parent), "filename": "step{step}", "save_top_k": -1}
         keeping |= {"auto_insert_metric_name": False, "every_n_train_steps": self.half}
-        callbacks: list[dict[str, Any]] = [{"class_path": "lt_offload.ExactResume"}]
+        # A checkpoint of an interrupted run would be in a folder that is about to go.
+        resuming = {"class_path": "lt_offload.ExactResume", "init_args": {"on_interrupt": False}}
+        callbacks: list[dict[str, Any]] = [resuming]
         if not plainly:
             callbacks += [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keeping}]
         changed = {

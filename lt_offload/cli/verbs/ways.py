@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,14 +208,10 @@ class Drafts:
         # One profile of few sequences is scaled instead of estimated anew: a comparison needs no more, and takes a
         # fraction of the time.
         whole, settings = self._wholes[way.method], self._settings(_PRICE_SECONDS)
-        times = {}
-        for parts, accumulate in splits:
-            times[parts, accumulate] = promised_s(whole, Split(BATCH, accumulate, parts), settings)
-        # Batches one after the other read all weights once for each of them: not worth a plan where parts fit.
-        least = min(times.values())
-        order = sorted(times, key=lambda split: (split[1] > 1, times[split] > least * _ALIKE, times[split] == math.inf))
         errors = list[Exception]()
-        for parts, accumulate in order:
+        # Batches one after the other read all weights once for each of them: not worth a look where parts fit.
+        beside, in_turn = ([split for split in splits if (split[1] > 1) == after] for after in (False, True))
+        for parts, accumulate in chain.from_iterable(_ordered(whole, some, settings) for some in (beside, in_turn)):
             cut = in_parts(scaled(whole, BATCH // accumulate), parts)
             try:
                 try:
@@ -237,7 +234,7 @@ class Drafts:
             way = self.known[at]
             # The recipe that is chosen is profiled anew, and planned at length.
             left = (len(far) - done) * _PRICE_SECONDS + 3 * self._profile_s + 2 * _PRICE_SECONDS
-            status(f"planning {way.method.title} better, about {_in_fives(left)} s left; Ctrl-C keeps the first plans")
+            status(f"planning better, about {_in_fives(left)} s left, Ctrl-C keeps the first plans: {way.method.title}")
             cut = in_parts(scaled(self._wholes[way.method], BATCH // way.accumulate), way.parts)
             with suppress(OffloadError):  # the first plan stays
                 plan = self._plan(cut, _PRICE_SECONDS, way.accumulate)
@@ -254,7 +251,7 @@ class Drafts:
         while any(way.plan is not None for way in left):
             way = best(left)
             seconds = 3 * self._profile_s + 2 * _PRICE_SECONDS
-            status(f"planning {way.method.title} at length, about {_in_fives(seconds)} s left; Ctrl-C keeps its plan")
+            status(f"planning at length, about {_in_fives(seconds)} s left, Ctrl-C keeps its plan: {way.method.title}")
             try:
                 final = self._plan(self._profile(way), Settings().time_limit, way.accumulate)
                 return left, replace(way, plan=final)
@@ -316,6 +313,13 @@ class Drafts:
 
     def _plan(self, profile: Profile, seconds: float, accumulate: int) -> Plan:
         return make_plan(profile, replace(self._settings(seconds), accumulate=accumulate))
+
+
+def _ordered(whole: Profile, splits: Sequence[tuple[int, int]], settings: Settings) -> list[tuple[int, int]]:
+    """Return divisions of a batch; those first that promise about the least time, and last those without a plan."""
+    times = {split: promised_s(whole, Split(BATCH, split[1], split[0]), settings) for split in splits}
+    least = min(times.values(), default=0.0)
+    return sorted(times, key=lambda split: (times[split] > least * _ALIKE, times[split] == math.inf))
 
 
 def best(ways: Sequence[WayToTrain]) -> WayToTrain:

@@ -35,9 +35,10 @@ from lt_offload.finetune.data.batches import (
     sizes_for,
     trained_tokens,
 )
-from lt_offload.finetune.data.columns import FormatChoice, check_columns
+from lt_offload.finetune.data.columns import NEEDED, FormatChoice, check_columns
 from lt_offload.finetune.data.examples import Examples
 from lt_offload.finetune.data.formats import Encoder, TrainOn
+from lt_offload.finetune.data.rows import RowFault
 from lt_offload.finetune.data.sequences import Documents, Integers, Pack, Row, Sequences, named, sequences_of
 from lt_offload.finetune.data.templates import find_template
 from lt_offload.finetune.processes import is_first, several, share_of
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
+_LINE = 80
+"""Characters of a text that are a prompt."""
 
 Batch = dict[str, Tensor]
 
@@ -136,7 +139,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
         stream_buffer: rows that are read, shuffled and packed together when streaming.
         num_workers: processes that prepare batches beside the training; they change neither order nor resuming.
         sample_prompt: text (or instruction), or a list of them, that the model continues at each validation and at the
-            end of the training, to be looked at.
+            end of the training, to be looked at; ``auto``: the first row's question, or the first line of a text.
         skip_bad_rows: leave out rows that cannot be used (a text is missing, null or a number, a conversation is
             malformed, the chat template refuses it) and say how many; if false, they are an error.
         num_proc: processes that tokenise before training; null: this one, whose tokenizer has threads.
@@ -412,6 +415,25 @@ class FineTuneData(_DataSettings, LightningDataModule):
                 "text, alpaca or chat to do without them"
             ) from None
         return not self.examples().layout(source).of_texts
+
+    @property
+    def prompts(self) -> list[str]:
+        """The sample prompts."""
+        prompt = self._own_prompt if self.sample_prompt == "auto" else self.sample_prompt
+        return [prompt] if isinstance(prompt, str) else list(prompt or ())
+
+    @cached_property
+    def _own_prompt(self) -> str | None:
+        """The question of the first row, or the first line of its text; None if there is none."""
+        source = self._sources("path")[0]
+        layout, (_, row) = self.examples().layout(source), source.first(streaming=True)
+        try:
+            if layout.of_texts:
+                return layout.text(row, NEEDED[layout.format][0]).strip().partition("\n")[0][:_LINE] or None
+            messages = self.encoder.conversation(row, layout).messages
+        except RowFault:  # of which reading the data will tell
+            return None
+        return next((str(message["content"]) for message in messages if message["role"] == "user"), None)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 

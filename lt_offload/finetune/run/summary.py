@@ -155,8 +155,9 @@ class RunSummary(Callback):
                 module.training = mode
             self.clock.enter(before)
         loss = self.losses[-1][1] if self.losses and self.losses[-1][0] == step else None
+        apart = "\n" if data.asks_questions else ""  # an answer does not go on with its question's line
         made = [
-            RunSample(step=step, val_loss=loss, prompt=prompt, text=text)
+            RunSample(step=step, val_loss=loss, prompt=prompt, text=apart + text)
             for prompt, text in zip(wanted, texts, strict=True)
         ]
         self.samples = [sample for sample in self.samples if sample.step != step] + made
@@ -242,8 +243,7 @@ class RunSummary(Callback):
 
 def prompts(data: Any) -> list[str]:
     """Return the sample prompts of a data module, none if it has none."""
-    setting = getattr(data, "sample_prompt", None)
-    return [setting] if isinstance(setting, str) else list(setting or ())
+    return list(getattr(data, "prompts", ()))
 
 
 def write_report(folder: Path, gains: Sequence[Gain] = ()) -> Path:

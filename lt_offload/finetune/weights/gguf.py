@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.terminal import clear
 from lt_offload.finetune.weights.hub import in_words
 from lt_offload.replacing import replacing
 from lt_offload.resources import is_file, user_cache, user_path
@@ -71,6 +72,7 @@ def converted(name: str, source: Path) -> Path:
     if any(find_spec(package) is None for package in ("gguf", "accelerate")):
         raise ConfigError(f"model {name!r} is stored as GGUF, which needs readers: pip install gguf accelerate")
     _check_rotations(source, name)
+    clear()
     print(f"Converting {source.name} once, to {target} (about a minute) ...", flush=True)
     with in_words(name):
         model, tokenizer = _read(source)
@@ -122,12 +124,14 @@ def _read(source: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-Bits = Literal["q8_0"]
+Bits = Literal["q8_0", "q4_1", "q4_0"]
 CONVERTER = (
     "export a folder (--format hf) and convert it with llama.cpp's convert_hf_to_gguf.py, which knows more of them"
 )
 _BLOCK = 32
-"""Numbers of a row that share a scale in Q8_0."""
+"""Numbers of a row that share a scale in all of these."""
+_IN_EIGHT_BITS = ("token_embd.weight", "output.weight")
+"""Matrices whose rounding shows most: four bits are too few for them."""
 _GEMMA3_LOCAL_BASE = 10000.0
 
 
@@ -185,9 +189,10 @@ def check_writable(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 def write_gguf(model: Any, tokenizer: PreTrainedTokenizerBase, path: Path, *, quantize: Bits | None = None) -> None:
     """Write ``model``, which :func:`check_writable` accepts and whose weights are of one dtype, and ``tokenizer``.
 
-    Vectors are written in float32. ``quantize`` writes matrices in 8 bits, each 32 numbers of a row with a scale in
-    float16; those with rows that are no multiple of 32 stay as they are. Raises ``ConfigError`` if one of the model's
-    tensors has no place in such a file, or the tokenizer has too many tokens.
+    Vectors are written in float32. ``quantize`` writes matrices in 8 or 4 bits, each 32 numbers of a row with a scale
+    in float16 (and with their least in q4_1); embeddings and output have 8. Those with rows that are no multiple of 32
+    stay as they are. Raises ``ConfigError`` if one of the model's tensors has no place in such a file, or the tokenizer
+    has too many tokens.
     """
     gguf, config, family = _gguf(), model.config, FAMILIES[model.config.model_type]
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
@@ -217,30 +222,32 @@ def write_gguf(model: Any, tokenizer: PreTrainedTokenizerBase, path: Path, *, qu
     if quantize is None:
         writer.add_file_type(types.ALL_F32 if of_dtype == "F32" else types[f"MOSTLY_{of_dtype}"])
     else:
-        writer.add_file_type(types.MOSTLY_Q8_0)
+        writer.add_file_type(types[f"MOSTLY_{quantize.upper()}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     stops = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     _write_tokenizer(writer, tokenizer, config.vocab_size, stops if isinstance(stops, list) else [])
 
-    def kind(tensor: Tensor) -> Any:
+    def kind(target: str, tensor: Tensor) -> Any:
         if tensor.ndim == 1:
             return kinds.F32
-        return kinds.Q8_0 if quantize is not None and tensor.shape[-1] % _BLOCK == 0 else kinds[of_dtype]
+        if quantize is None or tensor.shape[-1] % _BLOCK:
+            return kinds[of_dtype]
+        return kinds.Q8_0 if target in _IN_EIGHT_BITS else kinds[quantize.upper()]
 
     # The names, shapes and kinds of all tensors come first in a file. So they are told before any
     # is converted, and each is converted when it is its turn: one in memory at a time.
     for target, (_, tensor) in planned.items():
-        block, size = gguf.GGML_QUANT_SIZES[kind(tensor)]
+        block, size = gguf.GGML_QUANT_SIZES[kind(target, tensor)]
         # the dtype counts for nothing where the kind is named
         none = torch.empty(0).numpy().dtype
-        writer.add_tensor_info(target, list(tensor.shape), none, tensor.numel() // block * size, kind(tensor))
+        writer.add_tensor_info(target, list(tensor.shape), none, tensor.numel() // block * size, kind(target, tensor))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, tensor in planned.values():
-        values = _stored(name, tensor.detach(), config)
-        if kind(tensor) == kinds.Q8_0:
-            writer.write_tensor_data(gguf.quants.quantize(values.float().contiguous().numpy(), kinds.Q8_0))
+    for target, (name, tensor) in planned.items():
+        values, form = _stored(name, tensor.detach(), config), kind(target, tensor)
+        if quantize is not None and form not in (kinds.F32, kinds[of_dtype]):
+            writer.write_tensor_data(gguf.quants.quantize(values.float().contiguous().numpy(), form))
         else:
             values = values.float() if values.ndim == 1 else values
             writer.write_tensor_data(values.contiguous().view(torch.uint8).numpy())

@@ -36,10 +36,16 @@ def in_words(name: str) -> Iterator[None]:
         raise ConfigError(_explained(name, error)) from error
 
 
-def _explained(name: str, error: BaseException) -> str:
+def chain_of(error: BaseException) -> list[BaseException]:
+    """Return ``error`` and the errors behind it."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
+    return chain
+
+
+def _explained(name: str, error: BaseException) -> str:
+    chain = chain_of(error)
     # The names of all errors in the chain are looked at: the hub's own one is often
     # wrapped in an OSError of transformers.
     kinds = {type(link).__name__ for link in chain}

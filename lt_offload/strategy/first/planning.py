@@ -371,7 +371,7 @@ class Planning(Processes):
             self._replanning = follow(self.settings, profile)
             return
         in_ram = " (in RAM, beside host_memory: the device is emulated)" if self.root_device.type == "cpu" else ""
-        self.say(f"planning for {format_bytes(budget)}{in_ram}, {settings.time_limit:g} s at most")
+        self.say(f"planning for {format_bytes(budget)}, {settings.time_limit:g} s at most{in_ram}")
         if count == "auto":
             choice = choose_parts(lambda parts: profile if parts == 1 else profiled(parts), settings)
             self.profile, plan = choice.profile, choice.plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lt_offload.compat.lightning import before_transfer, data_source
+from lt_offload.compat.lightning import before_transfer, data_source, training_modes
 from lt_offload.errors import ConfigError
 from lt_offload.machine.forked import in_a_fork
 from lt_offload.model.batch import Size
@@ -148,7 +148,11 @@ def measure(
     from lt_offload.profiling.measure import profile
 
     module, strategy = trainer.lightning_module, trainer.strategy
-    with untouched(trainer):
+    modes = training_modes(trainer)
+    with untouched(trainer), ExitStack() as stack:
+        for name, part in module.named_modules():  # while validation is checked, dropout holds nothing
+            stack.callback(setattr, part, "training", part.training)
+            part.training = modes.get(name, part.training)
         measured = profile(
             module,
             # A copy, as the step may write to it, and this batch may be measured again.

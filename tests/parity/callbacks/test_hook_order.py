@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lt_offload import OffmateStrategy
-from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.errors import ConfigError, InfeasibleError, OverBudget
 from lt_offload.strategy.first import sample
 from tests import sampling
 from tests.support.trainers import BATCHES, Forced, Module, differences, fit, seeded_module
@@ -164,6 +164,26 @@ def test_a_run_that_is_over_needs_no_plan(tmp_path: Any) -> None:
     strategy = OffmateStrategy(memory="300KB")
     fit(strategy, ckpt=tmp_path / "half.ckpt", max_steps=3)
     assert (strategy.plan, strategy.trace, strategy.engine) == (None, None, None)
+
+
+def test_a_step_that_is_measured_in_the_check_of_validation_trains() -> None:
+    """Dropout holds what an evaluation does not: a plan without it would name too little memory."""
+    module, modes = seeded_module(family="llama", dropout=0.2), list[tuple[bool, bool]]()
+
+    class Short(type(module)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            modes.append((self.trainer.sanity_checking, all(part.training for part in self.modules())))
+            loss: Tensor = super().training_step(batch, batch_idx)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise OverBudget("no room")
+
+    module.__class__ = Short
+    with pytest.raises(OverBudget, match="no room"):
+        fit(OffmateStrategy(memory="100MB"), module, num_sanity_val_steps=1)
+    assert modes == [(True, True)]
+    assert not module.training  # as it was in the check, which has not ended
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import warnings
@@ -254,3 +255,17 @@ def test_a_hub_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[st
         hub.warning("Retrying in %ds [Retry %d/5].", 2**number, number)
     captured = capsys.readouterr()
     assert captured.err == "waiting for the hub, which does not answer ...\n"
+
+
+def test_without_a_network_nothing_is_asked_of_it_again() -> None:
+    messages.install()
+    hub = logging.getLogger("huggingface_hub.utils._http")
+
+    def asked() -> None:
+        try:
+            raise ConnectionError("the hub's own") from socket.gaierror(-2, "Name or service not known")
+        except ConnectionError:
+            hub.warning("'...' thrown while requesting HEAD https://hub/")
+
+    with pytest.raises(ConnectionError, match="the hub's own"):
+        asked()

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from lt_offload.cli.app import last_run
 from lt_offload.cli.main import main
 from lt_offload.cli.static.settings import joined
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.report.runs import read_run
 from tests.support.commands import fails
@@ -136,6 +138,25 @@ def test_a_run_goes_on_with_another_learning_rate(recipe: str, capsys: pytest.Ca
     assert main(["run", "--resume", "--trainer.max_steps", "4", "--model.lr", "0.002"]) == 0
     assert "model.lr=0.002 from step 2 on, with the schedule and the moments of the run" in capsys.readouterr().err
     assert [rate for _, rate in read_run(Path("run")).curve("lr")] == pytest.approx([0.01, 0.01, 0.002, 0.002])
+
+
+class Greets(FineTune):
+    """A module of a user's own, whose hook does not call that of the base."""
+
+    def on_train_start(self) -> None:
+        pass
+
+
+def test_so_does_a_subclass_with_a_hook_of_its_own(recipe: str, model: Path) -> None:
+    folder, rates = str(model), []
+    for lr, steps, ckpt in ((1e-2, 2, None), (2e-3, 4, "two.ckpt")):
+        module = Greets(folder, lr=lr, schedule="constant", warmup_steps=0)
+        trainer = Trainer(max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False)
+        source = FineTuneData(folder, path="text.txt", max_length=32, batch_size=2)
+        trainer.fit(module, datamodule=source, ckpt_path=ckpt, weights_only=True)
+        trainer.save_checkpoint("two.ckpt")
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+    assert rates == [1e-2, 2e-3]
 
 
 def test_a_run_is_not_overwritten_by_another_one(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

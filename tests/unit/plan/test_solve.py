@@ -91,9 +91,9 @@ def test_too_little_ram_is_named() -> None:
 @pytest.mark.parametrize(
     ("share", "precision"),
     [
-        (0.9, r"\(--model.dtype bfloat16 --model.stochastic_rounding true\), 12 bytes per .* instead of 16, "),
-        (0.7, r"8-bit moments \(--model.dtype bfloat16 .* adamw8bit\), 6 bytes per parameter, "),
-        (0.1, r"8-bit moments \(--model.dtype bfloat16 .* adamw8bit\), 6 bytes per parameter, "),
+        (0.9, r"\(lt-finetune: --model.dtype bfloat16 --model.stochastic_rounding true\), 12 bytes .* instead of 16, "),
+        (0.7, r"8-bit moments \(lt-finetune: --model.dtype bfloat16 .* adamw8bit\), 6 bytes per parameter, "),
+        (0.1, r"8-bit moments \(lt-finetune: --model.dtype bfloat16 .* adamw8bit\), 6 bytes per parameter, "),
     ],
 )
 def test_too_little_ram_names_the_precision_that_needs_less(share: float, precision: str) -> None:

@@ -13,7 +13,8 @@ import pytest
 from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
 from lt_offload.report.compare import read_runs, tables, trajectories
-from tests.support.reports.run_folders import PLAN, make_run, rows, write_metrics
+from lt_offload.report.runs import write_part
+from tests.support.reports.run_folders import ENDED, PLAN, make_run, rows, write_metrics
 
 
 @pytest.fixture
@@ -107,6 +108,25 @@ def test_runs_of_one_name_are_told_apart(here: Path) -> None:
     assert list(read_runs(["one", "other/one"])) == ["one", "other/one"]
     with pytest.raises(ConfigError, match="given twice"):
         read_runs(["one", "two", "other/../one"])
+
+
+def test_a_single_run_that_was_resumed_by_its_parts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = replace(ENDED, last_step=30, ended="interrupted")
+    second = replace(ENDED, first_step=30, loss_before=None, process_peak_bytes=4_000_000_000)
+    write_part(here / "one", first)
+    write_part(here / "one", second)
+    figures = tables(read_runs(["one"]))["figures"]
+    assert list(read_runs(["one"])) == ["steps 1 to 30", "steps 31 to 40"]
+    assert figures["ended"] == ["interrupted", "finished"]
+    assert figures["held-out loss, first"][0] == "3.5000"
+    assert figures["held-out loss, last"] == ["1.4352", "1.2109"]
+    assert figures["RAM of the process"] == ["3 GB", "4 GB"]
+    assert figures["iteration, planned"][0] == "–"
+    assert main(["compare", "one"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "settings that differ" not in out
+    assert "trajectories" not in out
 
 
 def test_it_needs_no_torch(here: Path) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.run.summary import TOKENS, TOKENS_AT_END, RunSummary
@@ -81,3 +82,23 @@ def test_a_prompt_that_cannot_be_used_is_an_error_before_training(folder: str, t
     with pytest.raises(ConfigError, match="prompt is empty"):
         trainer(1, RunSummary()).fit(module, datamodule=data(folder, text, sample_prompt=["the quick", ""]))
     assert module.trainer.global_step == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"text": "  The first line\nand another one."}, ["The first line"]),
+        ({"prompt": "The capital of France is", "completion": " Paris."}, ["The capital of France is"]),
+        ({"instruction": "Add them.", "input": "2 and 3", "output": "5"}, ["Add them.\n\n2 and 3"]),
+        ({"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi?"},
+                       {"role": "assistant", "content": "Yes."}]}, ["Hi?"]),
+        ({"messages": [{"role": "assistant", "content": "Yes."}]}, []),
+    ],
+)  # fmt: skip
+def test_a_prompt_of_the_data_themselves(row: dict[str, Any], prompt: list[str], folder: str, tmp_path: Path) -> None:
+    """A recipe that comes with a prompt would ask one's own model about something else."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    template = None if {"text", "prompt"} & row.keys() else "chatml"
+    source = FineTuneData(folder, path=str(tmp_path / "rows.jsonl"), template=template, sample_prompt="auto")
+    assert source.prompts == prompt
+    assert source.asks_questions is (template is not None)

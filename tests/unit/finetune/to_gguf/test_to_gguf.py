@@ -151,6 +151,25 @@ def test_eight_bits(family: str, tmp_path: Path) -> None:
             assert error.max() < 0.57, "half a step, and what the scale loses in float16 at the 127th"
 
 
+@pytest.mark.parametrize("form", ["q4_1", "q4_0"])
+def test_four_bits(form: Any, tmp_path: Path) -> None:
+    model, tokenizer, path = written("llama", tmp_path, quantize=form)
+    whole = tensors(export(model, tokenizer, tmp_path / "whole.gguf", format="gguf"))
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0"
+    assert set(kinds.values()) == {form.upper(), "Q8_0", "F32"}
+    assert said(path, "general.file_type") == gguf.LlamaFileType[f"MOSTLY_{form.upper()}"]
+    for name, tensor in tensors(path).items():
+        if kinds[name] == form.upper():
+            rows, error = whole[name].reshape(-1, 32), (tensor - whole[name]).reshape(-1, 32).abs()
+            least, most = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+            # Sixteen values from the least to the most; or symmetric ones, of which the positive side has one less.
+            step, worst = (
+                ((most - least) / 15, 0.52) if form == "q4_1" else (rows.abs().amax(1, keepdim=True) / 8, 1.01)
+            )
+            assert (error / step).max() < worst
+
+
 def test_what_files_say(tmp_path: Path) -> None:
     _, tokenizer, path = written("gemma3_text", tmp_path)
     assert said(path, "gemma3.attention.sliding_window") == 4096
