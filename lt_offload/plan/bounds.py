@@ -16,6 +16,8 @@ from lt_offload.plan.planners.request import Request
 
 GOOD_GAP = 0.01
 """No better plan is looked for than one that is within this part of the bound."""
+FAR_GAP = 0.035
+"""Above it, programs with slower links are solved, too."""
 MANY_BLOCKS = 50
 """With more blocks, the program may copy in fewer steps around a use, so that it is solved in time."""
 _SHARE = 1 / 3
@@ -65,6 +67,13 @@ class Bounds:
         if near is None or seconds > near * (1 + GOOD_GAP):
             return False
         return seconds <= self.below(seconds) * (1 + GOOD_GAP)
+
+    def are_far(self, seconds: float) -> bool:
+        """Return whether a plan that takes ``seconds`` is so far away that more programs are worth their time."""
+        if seconds <= self.computing_s * (1 + FAR_GAP) or math.isinf(seconds):
+            return False
+        near = self.of_program(any_time=False)
+        return near is not None and seconds > near * (1 + FAR_GAP)
 
     def below(self, seconds: float) -> float:
         """Return the bound, given that there is a plan that takes ``seconds``."""

@@ -521,7 +521,7 @@ class _Selection:
 
     def _add_programs(self) -> None:
         limited = replace(self.config, time_limit=self._left)
-        search_programs(self.candidates, limited, enough=self.bounds.are_near)
+        search_programs(self.candidates, limited, enough=self.bounds.are_near, far=self.bounds.are_far)
         self._add_read_tables()
 
     def _add_read_tables(self) -> None:

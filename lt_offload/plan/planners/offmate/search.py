@@ -53,7 +53,9 @@ _COARSE = 8
 """... of these numbers' multiples."""
 
 
-def search_programs(candidates: Candidates, config: OffmateConfig, *, enough: Callable[[float], bool]) -> None:
+def search_programs(
+    candidates: Candidates, config: OffmateConfig, *, enough: Callable[[float], bool], far: Callable[[float], bool]
+) -> None:
     """Add the best plans of a series of programs: for several budgets, and for links slower than the real one.
 
     The program times no copy within a step, so that it asks more of the link than a schedule can have of it. Budgets
@@ -64,9 +66,10 @@ def search_programs(candidates: Candidates, config: OffmateConfig, *, enough: Ca
         candidates: where they are added.
         config: the real budgets, and switches.
         enough: whether a plan that takes so many seconds is good enough; asked when there is one.
+        far: whether it is so far from what may be possible that programs with slower links are worth their time.
     """
     config = replace(config, phi=_PHI, lag=0, lookahead=0)
-    search = _ProgramSeries(candidates, replace(config, host_budget_bytes=None), enough)
+    search = _ProgramSeries(candidates, replace(config, host_budget_bytes=None), enough, far)
     search.run()
     if config.host_budget_bytes is not None and search.best is not None and not search.best.fits_ram:
         search = search.with_ram(config)
@@ -90,8 +93,14 @@ class _Estimated:
 class _ProgramSeries:
     """Programs of one request, and what their plans take by estimate."""
 
-    def __init__(self, candidates: Candidates, config: OffmateConfig, enough: Callable[[float], bool]) -> None:
-        self._candidates, self._config, self._enough = candidates, config, enough
+    def __init__(
+        self,
+        candidates: Candidates,
+        config: OffmateConfig,
+        enough: Callable[[float], bool],
+        far: Callable[[float], bool],
+    ) -> None:
+        self._candidates, self._config, self._enough, self._far = candidates, config, enough, far
         self._request = candidates.request
         self.estimated: list[_Estimated] = []
 
@@ -113,7 +122,7 @@ class _ProgramSeries:
         element = math.floor(math.log(link, _LINK_RATIO))
         for slower in range(_LINKS):
             fastest_s = self._fastest_s
-            if self._enough(fastest_s) or math.isinf(fastest_s):
+            if not self._far(fastest_s):
                 return
             self._run(_LINK_RATIO ** (element - slower) / link, _MORE)
             if self._fastest_s >= fastest_s:
@@ -171,7 +180,7 @@ class _ProgramSeries:
 
     def with_ram(self, config: OffmateConfig) -> _ProgramSeries:
         """Return a series within the RAM of ``config``, which has of this one what fits, or can be made to."""
-        series = _ProgramSeries(self._candidates, config, self._enough)
+        series = _ProgramSeries(self._candidates, config, self._enough, self._far)
         series.estimated = [each for each in self.estimated if each.fits_ram]
         for each in sorted(self.estimated, key=lambda each: each.seconds)[:_SCHEDULED]:
             if not each.fits_ram:
