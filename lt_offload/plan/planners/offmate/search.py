@@ -1,4 +1,4 @@
-"""Solves the OFFMATE program for several budgets, because a rounded plan needs another one than it was solved for."""
+"""Solves the OFFMATE program for several budgets and links: a rounded plan needs others than it was solved for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
+from lt_offload.plan.iteration.durations import with_faster_link
 from lt_offload.plan.planners.candidates import Candidates, Missed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
 from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
-from lt_offload.plan.what_if import with_faster_link
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
@@ -131,7 +131,7 @@ class _ProgramSeries:
     def _run(self, link: float, wanted: int) -> None:
         """Estimate the plans of ``wanted`` programs with ``link`` times the real link's speed."""
         candidates, request = self._candidates, self._request
-        search = BudgetSearch(request.budget_bytes, self.best and self.best.budget)
+        search = BudgetSearch(request.budget_bytes, self.best.budget if self.best else None)
         ram = _RamSearch(self._config.host_budget_bytes)
         programs = RelaxedPrograms(_with_link(request.profile, link), self._config)
         before = len(self.estimated)
@@ -271,7 +271,7 @@ class BudgetSearch:
 
     def __init__(self, budget: int, first: int | None = None) -> None:
         """``first``: where to begin, if that is known."""
-        self._least = -math.inf
+        self._least = 0
         """The program has no solution below this element of the series."""
         self._at = -(-_element(budget) // _COARSE) * _COARSE if first is None else _element(first + 1)
         self._tried: dict[int, float] = {_element(_LARGEST * budget): math.inf}
