@@ -17,7 +17,7 @@ from lt_offload.plan.planners.request import Request
 GOOD_GAP = 0.01
 """No better plan is looked for than one that is within this part of the bound."""
 FAR_GAP = 0.035
-"""Above it, a second search begins."""
+"""Above it, programs with slower links are solved, too."""
 MANY_BLOCKS = 50
 """With more blocks, the program may copy in fewer steps around a use, so that it is solved in time."""
 _SHARE = 1 / 3
@@ -69,7 +69,7 @@ class Bounds:
         return seconds <= self.below(seconds) * (1 + GOOD_GAP)
 
     def are_far(self, seconds: float) -> bool:
-        """Return whether a plan that takes ``seconds`` is so far away that a second search is worth its time."""
+        """Return whether a plan that takes ``seconds`` is so far away that more programs are worth their time."""
         if seconds <= self.computing_s * (1 + FAR_GAP) or math.isinf(seconds):
             return False
         near = self.of_program(any_time=False)

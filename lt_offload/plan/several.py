@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.iteration.durations import durations, exchange_s, gathered, network_s
-from lt_offload.plan.what_if import with_faster_link
+from lt_offload.plan.iteration.durations import durations, exchange_s, gathered, network_s, with_faster_link
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptimizerProfile, Profile

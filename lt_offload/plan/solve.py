@@ -32,7 +32,7 @@ from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
 from lt_offload.plan.planners.offmate.program import MakeProgram, lower_bound
-from lt_offload.plan.planners.offmate.search import search_again, search_budgets
+from lt_offload.plan.planners.offmate.search import search_programs
 from lt_offload.plan.planners.priced import priced
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.tables import read_tables
@@ -278,8 +278,7 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
 
     def plan_whole() -> Plan | InfeasibleError:
         try:
-            # What is far from its bound here is so because of the table: no second search would help.
-            return _of_tensors(profile, half, bounded=bounded, again=False)
+            return _of_tensors(profile, half, bounded=bounded)
         except InfeasibleError as error:
             return error
 
@@ -322,15 +321,10 @@ def _parted(profile: Profile, settings: Settings, index: int, *, bounded: bool) 
     return priced(replace(plan, host_budget_bytes=settings.host_budget(profile.hardware)), profile)
 
 
-def _of_tensors(
-    profile: Profile, settings: Settings, *, bounded: bool, again: bool = True, table: TiedTable | None = None
-) -> Plan:
-    """Return the best plan whose updates are of whole tensors.
-
-    ``again``: after a second search if it is far away. ``table``: one that the plan updates in two parts.
-    """
+def _of_tensors(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTable | None = None) -> Plan:
+    """Return the best plan whose updates are of whole tensors; ``table``: one that it updates in two parts."""
     selection = _selection(profile, settings)
-    plan = selection.run(bounded=bounded, again=again)
+    plan = selection.run(bounded=bounded)
     passes: tuple[Pass, ...] = (*ADDING, "settling" if settings.delayed else "updating")
     passes = passes if adds_up(profile) else ONE_BATCH
     if table is None and passes == ONE_BATCH:
@@ -390,12 +384,12 @@ class _Selection:
         """The profile that is planned for."""
         return self.request.profile
 
-    def run(self, *, bounded: bool = True, again: bool = True) -> Plan:
-        """Return the best plan, with the bound of its time if that is asked for; ``again``: as :func:`_of_tensors`."""
+    def run(self, *, bounded: bool = True) -> Plan:
+        """Return the best plan, with the bound of its time if that is asked for."""
         with collection_paused():
-            return self._run(bounded=bounded, again=again)
+            return self._run(bounded=bounded)
 
-    def _run(self, *, bounded: bool, again: bool) -> Plan:
+    def _run(self, *, bounded: bool) -> Plan:
         if not self._ram_suffices():
             raise explain_infeasible(self.request, self.planner)
         if self.planner in ("auto", "resident"):
@@ -404,7 +398,7 @@ class _Selection:
             self._add_streaming()
         if not self.candidates.fitting and not self._may_fit():
             raise explain_infeasible(self.request, self.planner)
-        self._improve(again=again)
+        self._improve()
         if not self.candidates.fitting and self.planner in ("auto", "stream"):
             self._add_smallest()
         # More time helps only where there is a plan to find; else it is memory that was to be named.
@@ -439,15 +433,14 @@ class _Selection:
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
-    def _improve(self, *, again: bool) -> None:
+    def _improve(self) -> None:
         planner = self.planner
         # A plan comes before its bound, which takes as long to find. What only streams is compared with the bound that
         # costs nothing.
         resident = any(candidate.proposal.name == "resident" for candidate in self.candidates.fitting)
         best, least = self.candidates.fastest_s, self.bounds.computing_s
         near = self.bounds.are_near(best) if resident else best <= least * (1 + GOOD_GAP)
-        programs = planner in ("auto", "offmate") and not near
-        if programs:
+        if planner in ("auto", "offmate") and not near:
             self._add_programs()
         if planner == "auto":
             for name, propose in _ASKED_BY_AUTO.items():
@@ -458,10 +451,6 @@ class _Selection:
                 self._ask("memferry", propose_memferry)
         elif (method := (_ASKED_BY_AUTO | _BY_NAME).get(planner)) is not None:
             self._add_by_name(planner, method)
-        # This comes last: it takes as long again, and is not to take the time of other planners.
-        if again and programs and self.bounds.are_far(self.candidates.fastest_s):
-            search_again(self.candidates, self.config, enough=self.bounds.are_near, far=self.bounds.are_far)
-            self._add_read_tables()
 
     def _ask(self, name: PlannerName, propose: Callable[[Request], list[Proposal]]) -> None:
         """Add the proposals of one planner; only the first if the best plan is near its bound already."""
@@ -532,7 +521,7 @@ class _Selection:
 
     def _add_programs(self) -> None:
         limited = replace(self.config, time_limit=self._left)
-        search_budgets(self.candidates, limited, enough=self.bounds.are_near)
+        search_programs(self.candidates, limited, enough=self.bounds.are_near, far=self.bounds.are_far)
         self._add_read_tables()
 
     def _add_read_tables(self) -> None:

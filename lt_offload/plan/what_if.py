@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan.iteration.durations import with_faster_link
 from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import Profile, TensorProfile, ZeroCopyProfile
+from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
 Solver = Callable[[Profile, int, int], Plan]
@@ -78,27 +79,6 @@ def _gain(change: str, plan: Plan, profile: Profile, memory: int, ram: int, solv
         iteration_s=min(predicted.iteration_s, now.iteration_s),
         lower_bound_s=min(predicted.lower_bound_s, now.lower_bound_s),
     )
-
-
-def with_faster_link(profile: Profile, factor: float) -> Profile:
-    """Return ``profile`` with copies, and reads and writes of host memory by the device, ``factor`` times as fast."""
-    machine = profile.hardware
-    faster = replace(
-        machine,
-        h2d_bytes_per_s=factor * machine.h2d_bytes_per_s,
-        d2h_bytes_per_s=factor * machine.d2h_bytes_per_s,
-    )
-    return replace(profile, hardware=faster, tensors=tuple(_read_faster(tensor, factor) for tensor in profile.tensors))
-
-
-def _read_faster(tensor: TensorProfile, factor: float) -> TensorProfile:
-    if tensor.zero_copy is None:
-        return tensor
-    reads = tuple(
-        replace(read, forward_s=read.forward_s / factor, backward_s=read.backward_s / factor)
-        for read in tensor.zero_copy.reads
-    )
-    return replace(tensor, zero_copy=ZeroCopyProfile(reads=reads, grad_s=tensor.zero_copy.grad_s / factor))
 
 
 def with_faster_update(profile: Profile, factor: float) -> Profile:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import lt_offload
-from lt_offload.plan.what_if import with_faster_link
+from lt_offload.plan.iteration.durations import with_faster_link
 from lt_offload.schema.profile import Contention, Profile
 from lt_offload.units import format_bytes
 from scripts.common import arguments, save

@@ -7,7 +7,7 @@ from dataclasses import replace
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.memory import recomputations
 from lt_offload.schema.plan import Op, Plan
-from lt_offload.schema.profile import Profile, TensorProfile
+from lt_offload.schema.profile import Profile, TensorProfile, ZeroCopyProfile
 
 PART_BYTES = 1 << 20
 """Bytes of one message over the network, see ``distributed/sums.py``."""
@@ -186,3 +186,24 @@ def _seconds(op: Op, plan: Plan, profile: Profile) -> float:
         costs = (profile.tensors[tensor].zero_copy for tensor in plan.tensors(op))
         return sum(cost.grad_s for cost in costs if cost is not None)
     return 0.0
+
+
+def with_faster_link(profile: Profile, factor: float) -> Profile:
+    """Return ``profile`` with copies, and reads and writes of host memory by the device, ``factor`` times as fast."""
+    machine = profile.hardware
+    faster = replace(
+        machine,
+        h2d_bytes_per_s=factor * machine.h2d_bytes_per_s,
+        d2h_bytes_per_s=factor * machine.d2h_bytes_per_s,
+    )
+    return replace(profile, hardware=faster, tensors=tuple(_read_faster(tensor, factor) for tensor in profile.tensors))
+
+
+def _read_faster(tensor: TensorProfile, factor: float) -> TensorProfile:
+    if tensor.zero_copy is None:
+        return tensor
+    reads = tuple(
+        replace(read, forward_s=read.forward_s / factor, backward_s=read.backward_s / factor)
+        for read in tensor.zero_copy.reads
+    )
+    return replace(tensor, zero_copy=ZeroCopyProfile(reads=reads, grad_s=tensor.zero_copy.grad_s / factor))

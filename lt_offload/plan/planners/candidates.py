@@ -111,19 +111,22 @@ class Candidates:
         self.fail(proposal.name, f"needs {format_bytes(misfit.bytes)} more device memory")
         return Missed(device=misfit.bytes, host=0)
 
-    def estimate(self, proposal: Proposal) -> float | Missed:
-        """Return about how long ``proposal`` would take, or by what it misses the budgets."""
+    def estimate(self, proposal: Proposal, *, any_ram: bool = False) -> float | Missed:
+        """Return about how long ``proposal`` would take, or by what it misses the budgets.
+
+        ``any_ram``: also if it needs more RAM than there is.
+        """
         request, proposal = self.request, self._allowed(proposal)
         # RAM first: what lasts on the host is known from decisions, and spares the schedule.
         excess = proposal.decisions.least_host_bytes(request.profile) - request.host_budget_bytes
-        if excess > 0:
+        if excess > 0 and not any_ram:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
         search = self._start(proposal, allow_no_prefetch=False)
         if isinstance(search, Missed):
             return search
         self._started[proposal.name] = search
-        return search.seconds
+        return search.simulated().seconds
 
     def _allowed(self, proposal: Proposal) -> Proposal:
         """Return ``proposal`` with all updates on the host, if that is where they have to be."""

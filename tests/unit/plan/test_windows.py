@@ -157,7 +157,7 @@ def elsewhere(plan: Plan, which: Any, *passes: Pass) -> Plan:
 
 def test_broken_windows_are_refused() -> None:
     profile = small_profile()
-    plan = solve(profile, memory=8_000, accumulate=3, host_update=False)
+    plan = solve(profile, memory=7_800, accumulate=3, host_update=False)
     assert check(plan, profile) == []
     host = solve(profile, memory=8_000, accumulate=3, planner="l2l")
     clipped = solve(profile, memory=8_000, delayed=True)

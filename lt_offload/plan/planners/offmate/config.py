@@ -49,9 +49,6 @@ class OffmateConfig:
     update_reach: int | None = None
     """With ``optimistic``: gradients are copied and updated with in so many steps after they are made, and updated with
     in so many before the next use; between, in those of all groups together. None: each in any of these steps."""
-    compact: bool = False
-    """True if rows that others name are variables, as in bounds. Solutions have the same value, but of those that have
-    it another one may be found: some are easier to round and to schedule."""
     traffic_weight: float = 1e-4
     """Weight of a second of copying in the objective; without it the solver returns pointless traffic."""
     gap: float = 0.01

@@ -446,9 +446,8 @@ class LinearProgram:
         return budget
 
     def _named(self, name: str, rows: Sequence[pulp.LpAffineExpression], way: NameRows) -> list[list[Pair]]:
-        """Return what equals ``rows``: in compact programs, as for bounds, variables that keep the matrix small."""
-        compact = self.config.optimistic or self.config.compact
-        return way(self.problem, name, rows) if compact else [pairs(row) for row in rows]
+        """Return what equals ``rows``: in bounds, variables that keep the matrix small."""
+        return way(self.problem, name, rows) if self.config.optimistic else [pairs(row) for row in rows]
 
     def _limit_host(self) -> pulp.LpVariable | None:
         """Add C10; return the budget like :meth:`_limit_device`."""

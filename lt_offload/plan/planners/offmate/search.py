@@ -1,21 +1,23 @@
-"""Solves the OFFMATE program for several budgets, because a rounded plan needs another one than it was solved for."""
+"""Solves the OFFMATE program for several budgets and links: a rounded plan needs others than it was solved for."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
+from lt_offload.plan.iteration.durations import with_faster_link
 from lt_offload.plan.planners.candidates import Candidates, Missed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
 from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
+from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
 _SOLVED_BLOCKS = 200
@@ -30,115 +32,182 @@ _SHORT = 0.003
 """A schedule is short of room if it takes longer than the program says by more than this part of it."""
 _SCHEDULED = 2
 """Number of proposals, the fastest by estimate, that are scheduled with care."""
-_OTHER_PHIS = (1.0, 0.5)
-"""``OffmateConfig.phi`` of second searches."""
-_MANY_BLOCKS = 20
-"""Of fewer blocks, the tensors are so large that rounding decides, whatever is rounded."""
+_LINK_RATIO = 1.25
+"""Ratio of the speeds of the link in the series."""
+_LINKS = 2
+"""Speeds below the real one that are tried, at most."""
+_MORE = 3
+"""Number of budgets whose plans are estimated with another speed."""
 _WAITING = 2
 """Number of groups whose gradients have room on the host where a plan fills the RAM and a second one does not."""
 _RAM_STEP = 0.005
 """The least part of the RAM by which it is lowered."""
 _LEAST_S = 10.0
 """Seconds for the first program even if there is no time left, where nothing else has given a plan."""
-_FIRST = 1.0
 _LARGEST = 1.35
-_STEP = 0.07
-_NEAR = 0.01
-"""Parts of a budget: where to begin and to end, how far to go, and what is too near to be tried. The program counts for
-the whole step what is there for a part of it, so that it needs more than the real budget."""
+"""Part of a budget where to end. The program counts for the whole step what is there for a part of it, so that it needs
+more than the real budget."""
+_RATIO = 1.01
+"""Ratio of budgets of the series, of which coarse steps go to each ..."""
+_COARSE = 8
+"""... of these numbers' multiples."""
 
 
-def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough: Callable[[float], bool]) -> None:
-    """Add the best plans of the program for a series of budgets.
+def search_programs(
+    candidates: Candidates, config: OffmateConfig, *, enough: Callable[[float], bool], far: Callable[[float], bool]
+) -> None:
+    """Add the best plans of a series of programs: for several budgets, and for links slower than the real one.
+
+    The program times no copy within a step, so that it asks more of the link than a schedule can have of it. Budgets
+    and speeds are each of a fixed geometric series: what changes a little is planned from the same programs. The RAM is
+    no part of the problem unless the best plan needs more than there is: a number that does not bind changes nothing.
 
     Args:
         candidates: where they are added.
         config: the real budgets, and switches.
         enough: whether a plan that takes so many seconds is good enough; asked when there is one.
+        far: whether it is so far from what may be possible that programs with slower links are worth their time.
     """
-    _search(candidates, replace(config, phi=_PHI), "solved", enough)
+    config = replace(config, phi=_PHI, lag=0, lookahead=0)
+    search = _ProgramSeries(candidates, replace(config, host_budget_bytes=None), enough, far)
+    search.run()
+    if config.host_budget_bytes is not None and search.best is not None and not search.best.fits_ram:
+        search = search.with_ram(config)
+        search.run()
+    search.add_best()
 
 
-def search_again(
-    candidates: Candidates, config: OffmateConfig, *, enough: Callable[[float], bool], far: Callable[[float], bool]
-) -> None:
-    """Add the best plans of other programs of the same model, as long as none is near.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Estimated:
+    """A proposal that fits the device's memory."""
 
-    What else is a solution, or nearly one, may be rounded and scheduled with less loss.
-
-    Args:
-        candidates: where they are added; some plan has been found.
-        config: as above.
-        enough: as above.
-        far: whether a plan that takes so many seconds is so far from what may be possible that a search is worth it.
-    """
-    if len(candidates.request.profile.blocks) < _MANY_BLOCKS:
-        return
-    for phi in _OTHER_PHIS:
-        if far(candidates.fastest_s) and not candidates.request.late:
-            _search(candidates, replace(config, phi=phi, compact=True), f"solved again, phi {phi:g},", enough)
+    seconds: float
+    budget: int
+    """The device budget of its program ..."""
+    link: float
+    """... and its link, relative to the real one."""
+    fits_ram: bool
+    proposal: Proposal
 
 
-def _search(candidates: Candidates, config: OffmateConfig, verb: str, enough: Callable[[float], bool]) -> None:
-    """Add the best plans of one program for a series of budgets. ``verb`` is for their names."""
-    request = candidates.request
-    search = BudgetSearch(request.budget_bytes)
-    ram = _RamSearch(request.host_budget_bytes)
-    # The program leaves out what is on its way: the schedule finds room for that.
-    planned = replace(
-        config, budget_bytes=search.next, lag=0, lookahead=0, host_budget_bytes=ram.next, idle_states=False
-    )
-    programs = RelaxedPrograms(request.profile, planned)
-    estimated: list[tuple[float, Proposal]] = []
-    least, most = _SOLVED
-    wanted = min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)
-    for turn in range(_TURNS * wanted):
-        left = request.deadline - time.monotonic()
-        # The first program is solved even late if nothing else has fitted: any plan is better than none.
-        if left <= 0 and (turn or candidates.fitting):
-            candidates.cut_short("more budgets of the program" if turn else "the program")
-            break
-        if not candidates.fitting and not estimated:
-            left = max(left, _LEAST_S)
-        name = f"offmate, {verb} for {format_bytes(search.next)}"
-        try:
-            solution = programs.solution(search.next, ram.next, left)
-        except InfeasibleError as error:
-            candidates.fail(name, str(error))
-            if not (ram.back() or search.raise_to(programs.needed_bytes())):
-                break
-            continue
-        except ConfigError as error:
-            candidates.out_of_time = error
-            candidates.cut_short(name)
-            break
-        decisions = round_tensors(solution, request.profile)
-        if not planned.idle_states and decisions.least_host_bytes(request.profile) > request.host_budget_bytes:
-            # RAM binds, so that the program has to count all of it. Elsewhere it need not.
-            planned = replace(planned, budget_bytes=search.next, idle_states=True)
-            programs = RelaxedPrograms(request.profile, planned)
-            continue
-        proposal = Proposal(name=name, sets=Sets(_within_ram(decisions, request), request.profile))
-        seconds = candidates.estimate(proposal)
-        if isinstance(seconds, Missed):
-            if not (ram.lower(seconds.host) or search.lower(seconds.device)):
-                break
-            continue
-        estimated.append((seconds, proposal))
-        # A schedule that takes longer than its program says was short of
-        # room: with a smaller budget the plan may then be faster.
-        if enough(seconds):
-            break
-        # Programs that go on from others are solved soon: it is the estimates that take the time.
-        if not search.note(seconds, lost=seconds / solution.iteration_s - 1) or len(estimated) == wanted:
-            break
-    # Estimates tell neighbours apart well enough to schedule only the best of them with care.
-    best = [proposal for _, proposal in sorted(estimated, key=lambda item: item[0])]
-    best[1:1] = _with_more_room(best[0], request) if best else ()
-    for proposal in best[:_SCHEDULED]:
-        candidates.add(proposal)
-        if enough(candidates.fastest_s):
-            return
+class _ProgramSeries:
+    """Programs of one request, and what their plans take by estimate."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        config: OffmateConfig,
+        enough: Callable[[float], bool],
+        far: Callable[[float], bool],
+    ) -> None:
+        self._candidates, self._config, self._enough, self._far = candidates, config, enough, far
+        self._request = candidates.request
+        self.estimated: list[_Estimated] = []
+
+    @property
+    def best(self) -> _Estimated | None:
+        """The fastest; None if there is none."""
+        return min(self.estimated, key=lambda each: each.seconds, default=None)
+
+    @property
+    def _fastest_s(self) -> float:
+        return self.best.seconds if self.best else math.inf
+
+    def run(self) -> None:
+        """Estimate the plans of programs with the real link, then with slower ones as long as that helps."""
+        blocks = len(self._request.profile.blocks)
+        least, most = _SOLVED
+        self._run(1.0, min(max(_SOLVED_BLOCKS // blocks, least), most))
+        link = self._request.profile.hardware.h2d_bytes_per_s
+        element = math.floor(math.log(link, _LINK_RATIO))
+        for slower in range(_LINKS):
+            fastest_s = self._fastest_s
+            if not self._far(fastest_s):
+                return
+            self._run(_LINK_RATIO ** (element - slower) / link, _MORE)
+            if self._fastest_s >= fastest_s:
+                return
+
+    def _run(self, link: float, wanted: int) -> None:
+        """Estimate the plans of ``wanted`` programs with ``link`` times the real link's speed."""
+        candidates, request = self._candidates, self._request
+        search = BudgetSearch(request.budget_bytes, self.best.budget if self.best else None)
+        ram = _RamSearch(self._config.host_budget_bytes)
+        programs = RelaxedPrograms(_with_link(request.profile, link), self._config)
+        before = len(self.estimated)
+        for turn in range(_TURNS * wanted):
+            left = request.deadline - time.monotonic()
+            # The first program is solved even late if nothing else has fitted: any plan is better than none.
+            first = not (candidates.fitting or self.estimated)
+            if left <= 0 and (turn or not first):
+                candidates.cut_short("more budgets of the program" if self.estimated else "the program")
+                return
+            name = self._name(search.next, link)
+            try:
+                solution = programs.solution(search.next, ram.next, max(left, _LEAST_S) if first else left)
+            except InfeasibleError as error:
+                candidates.fail(name, str(error))
+                if not (ram.back() or search.raise_to(programs.needed_bytes())):
+                    return
+                continue
+            except ConfigError as error:
+                candidates.out_of_time = error
+                candidates.cut_short(name)
+                return
+            seconds = self._estimate(round_tensors(solution, request.profile), search.next, link)
+            if isinstance(seconds, Missed):
+                if not (ram.lower(seconds.host) or search.lower(seconds.device)):
+                    return
+                continue
+            # A schedule that takes longer than its program says was short of
+            # room: with a smaller budget the plan may then be faster.
+            lost = seconds / solution.iteration_s - 1
+            enough = self._enough(seconds) or len(self.estimated) == before + wanted
+            if not search.note(seconds, lost=lost) or enough:
+                return
+
+    def _estimate(self, decisions: Decisions, budget: int, link: float) -> float | Missed:
+        """Estimate a plan of a program with this budget and link, and keep it if it fits."""
+        if self._config.host_budget_bytes is not None:
+            decisions = _within_ram(decisions, self._request)
+        proposal = Proposal(name=self._name(budget, link), sets=Sets(decisions, self._request.profile))
+        seconds = self._candidates.estimate(proposal, any_ram=self._config.host_budget_bytes is None)
+        if not isinstance(seconds, Missed):
+            fits_ram = decisions.least_host_bytes(self._request.profile) <= self._request.host_budget_bytes
+            estimated = _Estimated(seconds=seconds, budget=budget, link=link, fits_ram=fits_ram, proposal=proposal)
+            self.estimated.append(estimated)
+        return seconds
+
+    def with_ram(self, config: OffmateConfig) -> _ProgramSeries:
+        """Return a series within the RAM of ``config``, which has of this one what fits, or can be made to."""
+        series = _ProgramSeries(self._candidates, config, self._enough, self._far)
+        series.estimated = [each for each in self.estimated if each.fits_ram]
+        for each in sorted(self.estimated, key=lambda each: each.seconds)[:_SCHEDULED]:
+            if not each.fits_ram:
+                series._estimate(each.proposal.decisions, each.budget, each.link)
+        return series
+
+    def _name(self, budget: int, link: float) -> str:
+        slower = "" if link == 1 else f", a link of {link:.0%}"
+        ram = "" if self._config.host_budget_bytes is None else ", little RAM"
+        return f"offmate, solved for {format_bytes(budget)}{slower}{ram}"
+
+    def add_best(self) -> None:
+        """Add the plans of the fastest to the candidates, scheduled with care."""
+        # Estimates tell neighbours apart well enough to schedule only the best of them with care.
+        best = [each.proposal for each in sorted(self.estimated, key=lambda each: each.seconds)]
+        best[1:1] = _with_more_room(best[0], self._request) if best else ()
+        for proposal in best[:_SCHEDULED]:
+            self._candidates.add(proposal)
+            if self._enough(self._candidates.fastest_s):
+                return
+
+
+def _with_link(profile: Profile, factor: float) -> Profile:
+    """Return ``profile`` with a link ``factor`` times as fast, which takes as much less of the RAM's bandwidth."""
+    shares = profile.contention
+    slower = replace(shares, h2d=factor * shares.h2d, d2h=factor * shares.d2h)
+    return replace(with_faster_link(profile, factor), contention=slower)
 
 
 def _within_ram(decisions: Decisions, request: Request, *, spare: int = 0) -> Decisions:
@@ -167,25 +236,27 @@ def _with_more_room(best: Proposal, request: Request) -> list[Proposal]:
 
 
 class _RamSearch:
-    """The RAM to solve the program for next: less where the rounded plan needs more than there is."""
+    """The RAM to solve the program for next, None without a limit: less where the rounded plan needs more."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int | None) -> None:
         self.next = budget
         self._step = 0
-        self._least_step = int(_RAM_STEP * budget)
+        self._least_step = int(_RAM_STEP * (budget or 0)) + 1
 
     def lower(self, over: int) -> bool:
         """Note that the plan misses the real budget by ``over`` bytes; returns whether it does.
 
         Whole options may miss by the same again, so that steps grow.
         """
-        if over > 0:
+        if over > 0 and self.next is not None:
             self._step = max(over, 2 * self._step, self._least_step)
             self.next -= self._step
         return over > 0
 
     def back(self) -> bool:
         """Note that the program has no solution; returns whether half the last step is worth a trial."""
+        if self.next is None:
+            return False
         self._step //= 2
         self.next += self._step
         return self._step >= self._least_step
@@ -194,55 +265,70 @@ class _RamSearch:
 class BudgetSearch:
     """The budget to solve the program for next: the one whose plan is the fastest within the real budget.
 
-    A larger one gives faster plans, as long as they find room; the fastest is where that begins to fail.
+    A larger one gives faster plans, as long as they find room; the fastest is where that begins to fail. All budgets
+    are of one geometric series, coarse steps first, so that neighbouring budgets have most of their trials in common.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.next = int(_FIRST * budget)
+    def __init__(self, budget: int, first: int | None = None) -> None:
+        """``first``: where to begin, if that is known."""
         self._least = 0
-        """The program has no solution below."""
-        self._tried: dict[float, float] = {_LARGEST * budget: math.inf}
-        """By budget: the seconds of its plan, infinity if it does not fit."""
-        self._short: set[float] = set()
-        """Budgets whose plans lose time because room is short."""
+        """The program has no solution below this element of the series."""
+        self._at = -(-_element(budget) // _COARSE) * _COARSE if first is None else _element(first + 1)
+        self._tried: dict[int, float] = {_element(_LARGEST * budget): math.inf}
+        """By element: the seconds of its plan, infinity if it does not fit."""
+        self._short: set[int] = set()
+        """Elements whose plans lose time because room is short."""
+
+    @property
+    def next(self) -> int:
+        """The budget in bytes."""
+        return int(_RATIO**self._at)
 
     def raise_to(self, needed: int | None) -> bool:
         """Go up to the smallest budget with a solution; returns False if that is too far or was tried."""
-        if needed is None or not self.next < needed * 1.005 < min(self._tried):
+        if needed is None or not self._at < _element(needed) + 1 < min(self._tried):
             return False
-        self._least, self.next = needed, int(needed * 1.005)
+        self._least = self._at = _element(needed) + 1
         return True
 
     def lower(self, over: int) -> bool:
         """Note that the plan misses the real budget by ``over`` bytes; returns whether there is another one to try."""
-        self._tried[self.next] = math.inf
+        self._tried[self._at] = math.inf
         if min(self._tried.values()) < math.inf:
             return self._between()
-        return self._go_to(self.next - max(over, 0.02 * self.budget))
+        return self._go_to(min(_element(max(self.next - over, 1)), self._at - _COARSE // 2) // 2 * 2)
 
     def note(self, seconds: float, *, lost: float) -> bool:
         """Note what the plan takes, and the part of it that it loses; returns whether there is another one to try."""
-        self._tried[self.next] = seconds
+        self._tried[self._at] = seconds
         if lost > _SHORT:
-            self._short.add(self.next)
+            self._short.add(self._at)
         return self._between()
 
     def _between(self) -> bool:
         """Go on beside the best so far."""
-        best = min(self._tried, key=lambda budget: self._tried[budget])
-        above = min(budget for budget in self._tried if budget > best)
-        below = max((budget for budget in self._tried if budget < best), default=0)
+        best = min(self._tried, key=lambda element: self._tried[element])
+        above = min(element for element in self._tried if element > best)
+        below = max((element for element in self._tried if element < best), default=0)
         # Only budgets beside the best are tried: plans get faster with the budget until they stop fitting.
-        guesses = [(above - best, best + min(_STEP * best, (above - best) / 2))]
+        guesses = [(above - best, best + _halfway(above - best))]
         if best in self._short:
-            guesses.append((best - below, best - min(_STEP * best, (best - below) / 2)))
-        room, guess = max(guesses)
-        return room > _NEAR * self.budget and self._go_to(guess)
+            guesses.append((best - below, best - _halfway(best - below)))
+        _, guess = max(guesses)
+        return self._go_to(guess)
 
-    def _go_to(self, guess: float) -> bool:
+    def _go_to(self, guess: int) -> bool:
         if guess < self._least:
             # Below that no program has a solution; so halfway to the next one that was tried.
-            guess = (self._least + min(budget for budget in self._tried if budget > self._least)) / 2
-        self.next = int(guess)
-        return all(abs(self.next - budget) > _NEAR / 2 * self.budget for budget in self._tried)
+            guess = (self._least + min(element for element in self._tried if element > self._least)) // 2
+        self._at = guess
+        return guess not in self._tried
+
+
+def _element(budget: float) -> int:
+    """Return the number of the largest element of the series that is at most ``budget``."""
+    return math.floor(math.log(budget) / math.log(_RATIO) + 1e-9)
+
+
+def _halfway(distance: int) -> int:
+    return min(_COARSE, max(distance // 2, 0))
