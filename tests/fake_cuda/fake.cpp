@@ -123,7 +123,7 @@ struct Hooks : at::CUDAHooksInterface {
 };
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
-// Those that bitsandbytes has in Python for every device come before a fallback, and are compiled again for every shape.
+// What bitsandbytes has in Python for every device comes before a fallback, and is twenty kernels for each expert.
 TORCH_LIBRARY_IMPL(bitsandbytes, CUDA, m) {
   for (auto* name : {"dequantize_4bit", "dequantize_blockwise"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());

@@ -69,10 +69,27 @@ def _no_cuda_library() -> None:
     sys.modules["bitsandbytes.cuda_specs"].get_cuda_specs = lambda: None
 
 
+def _as_it_is(function: Callable[..., object], **settings: object) -> Callable[..., object]:
+    return function
+
+
+def _without_compiler() -> None:
+    """Let functions that a module has compiled be what they are: without Triton each call would try it again."""
+    torch = sys.modules["torch"]
+    torch.compile, torch.compile_of_torch = _as_it_is, torch.compile
+
+
+def _with_compiler() -> None:
+    torch = sys.modules["torch"]
+    torch.compile = torch.compile_of_torch
+    del torch.compile_of_torch
+
+
 _AROUND: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "torch": (_load, _finish),
     "torch.cuda": (_provide, _nothing),
     "bitsandbytes.cuda_specs": (_nothing, _no_cuda_library),
+    "bitsandbytes.backends.default.ops": (_without_compiler, _with_compiler),
 }
 
 
