@@ -255,9 +255,14 @@ def check_name(name: str, *, needs: str | None = "config.json") -> None:
         )
 
 
+def dropouts(config: PreTrainedConfig) -> dict[str, float]:
+    """Return the dropout probabilities of ``config``, by their names there."""
+    return {name: getattr(config, name) or 0.0 for name in _DROPOUTS if hasattr(config, name)}
+
+
 def set_dropout(config: PreTrainedConfig, value: float) -> None:
     """Set every dropout probability of ``config``; raises ``ConfigError`` if the architecture has none."""
-    present = [name for name in _DROPOUTS if hasattr(config, name)]
+    present = dropouts(config)
     if not present:
         raise ConfigError(f"model.dropout={value}: a {config.model_type} model has no dropout; set it to null")
     for name in present:

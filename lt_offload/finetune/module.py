@@ -266,7 +266,7 @@ class FineTune(LightningModule):
 
     def check_data(self, config: Any, data: Any, strategy: Any = None) -> None:
         """Raise ``ConfigError`` if the data do not suit the settings, or a model of ``config``."""
-        check_pairs(self, data, strategy)
+        check_pairs(self, data, config, strategy)
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and data.max_length > longest:
             raise ConfigError(

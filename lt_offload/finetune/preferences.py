@@ -16,6 +16,7 @@ from torch.nn import functional
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.batches import REFERENCE
 from lt_offload.finetune.data.formats import IGNORED
+from lt_offload.finetune.load import dropouts
 from lt_offload.finetune.processes import total
 from lt_offload.finetune.terminal import clear, say, status
 from lt_offload.model.head import label_log_probs
@@ -32,7 +33,7 @@ METRICS = (*(f"rewards/{name}" for name in _REWARDS), "logps/chosen", "logps/rej
 """Figures of a batch beside its loss, as TRL calls them: means over its pairs."""
 
 
-def check_pairs(module: FineTune, data: FineTuneData, strategy: Any = None) -> None:
+def check_pairs(module: FineTune, data: FineTuneData, config: Any, strategy: Any = None) -> None:
     """Raise ``ConfigError`` for settings that do not suit pairs, or that nothing but pairs would take notice of."""
     if not getattr(data, "pairs", False):
         if module.dpo_beta != BETA:
@@ -52,12 +53,17 @@ def check_pairs(module: FineTune, data: FineTuneData, strategy: Any = None) -> N
         raise ConfigError(
             "model.loss_average=tokens: the loss of data.format=preference is a mean over pairs; set it to batches"
         )
+    own = max(dropouts(config).values(), default=0.0)
     for name, value in {"dropout": module.dropout, "lora.dropout": module.lora.dropout}.items():
-        if value:
+        if value or (value is None and own):
+            has = f"model.{name}=null, with {own} in the model itself," if value is None else f"model.{name}={value}"
             raise ConfigError(
-                f"model.{name}={value} would make the model differ from its reference; set it to 0 with "
-                "data.format=preference"
+                f"{has} would make the model differ from its reference; set it to 0 with data.format=preference"
             )
+    if module.lora.bias != "none":
+        raise ConfigError(
+            f"model.lora.bias={module.lora.bias} changes the reference of data.format=preference, too; set it to none"
+        )
     if getattr(strategy, "batch_size", None) == "auto":
         raise ConfigError(
             "trainer.strategy.batch_size=auto is not offered with data.format=preference, whose references are of "

@@ -148,6 +148,7 @@ def test_rows_are_data(block: pages.Block, folder: Path, tmp_path: Path) -> None
     data = FineTuneData(
         str(folder / "model"),
         path=str(tmp_path / "rows.json"),
+        format="preference" if "chosen" in block.text else "auto",
         template=None if "prompt" in block.text or "text" in block.text else "chatml",
         pack=False,
         validation_share=0,

@@ -113,12 +113,12 @@ class Normed(LightningModule):
         return F.cross_entropy(self.head(self.layers(batch[0])), batch[1])
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self._means(batch)[0]
+        loss = self._loss(batch)
         self.losses.append(loss.detach().clone())
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.validation.append(self._means(batch)[0].detach().clone())
+        self.validation.append(self._loss(batch).detach().clone())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)

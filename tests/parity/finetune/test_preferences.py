@@ -78,7 +78,7 @@ def data(folder: Path, **settings: Any) -> FineTuneData:
 
 def fit(strategy: Any, folder: Path, *, ckpt: Path | None = None, **settings: Any) -> Run:
     lightning.pytorch.seed_everything(7, verbose=False)
-    options: dict[str, Any] = {"quantize": settings.pop("quantize", None)}
+    options: dict[str, Any] = {name: settings.pop(name) for name in ("quantize", "dtype") if name in settings}
     module = Recording(str(folder), lr=1e-2, schedule="constant", lora=LoraArgs(r=4), dpo_beta=0.3, **options)
     made = trainer(strategy, **{"max_steps": STEPS, "max_epochs": -1} | settings)
     made.fit(module, datamodule=data(folder), ckpt_path=ckpt, weights_only=False)
@@ -117,7 +117,9 @@ def test_training_is_that_of_the_stock_strategy(folder: Path, stock: Any, budget
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"accumulate_grad_batches": 2}, {"quantize": "int8"}, {"micro_batches": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"accumulate_grad_batches": 2}, {"quantize": "nf4", "dtype": "bfloat16"}, {"micro_batches": 2}]
+)
 def test_windows_stored_weights_and_parts(folder: Path, stock: Any, settings: dict[str, Any]) -> None:
     ours = dict(settings)
     parts = {name: ours.pop(name) for name in ("micro_batches",) if name in ours}

@@ -16,6 +16,7 @@ from lt_offload.finetune.adapters import LoraArgs
 from lt_offload.finetune.data.batches import REFERENCE
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
+from lt_offload.schema.plan import Plan
 from tests.support import tiny
 from tests.unit.finetune.conftest import trainer
 
@@ -156,6 +157,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"loss_average": "tokens"}, "model.loss_average=tokens: .* mean over pairs; set it to batches"),
     ({}, {"dropout": 0.1}, "model.dropout=0.1 would make the model differ from its reference; set it to 0"),
     ({}, {"lora": LoraArgs(dropout=0.1)}, "model.lora.dropout=0.1 would make"),
+    ({}, {"lora": LoraArgs(bias="all")}, "model.lora.bias=all changes the reference .* set it to none"),
     ({}, {"dpo_beta": 0.0}, "model.dpo_beta=0.0 is not positive and finite; choose a number such as 0.1"),
     ({"format": "completion"}, {"dpo_beta": 0.2}, "model.dpo_beta=0.2 changes nothing with data that are no pairs"),
     ({"format": "auto"}, {}, "holds preferences .*to learn to prefer .DPO., --data.format preference; to train on"),
@@ -174,6 +176,35 @@ def test_what_pairs_are_not_offered_with(
 
     with pytest.raises(ConfigError, match=message):
         train()
+
+
+def test_dropout_of_the_model_itself_is_refused(tmp_path: Path) -> None:
+    folder = str(tiny.model(tmp_path / "model", attention_dropout=0.1))
+    module, data = FineTune(folder, lora=LoraArgs(r=2)), made(folder, tmp_path, *[FORMS["texts"]] * 3)
+    with pytest.raises(
+        ConfigError, match="model.dropout=null, with 0.1 in the model itself, would make .* set it to 0"
+    ):
+        trainer(1).fit(module, datamodule=data)
+    run = trainer(1, limit_val_batches=0)
+    run.fit(FineTune(folder, lora=LoraArgs(r=2), dropout=0.0), datamodule=data)
+    assert run.callback_metrics["rewards/margins"] == 0
+
+
+def test_pairs_are_planned_without_weights_as_two_rows_each(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"base: [configs/base.yaml, configs/lora.yaml, configs/data/preference.yaml]\nmodel: {{name: {folder}}}\n"
+        "data: {batch_size: 3, max_length: 64}\n"
+    )
+    plan = ["plan", str(recipe), "--hardware", "rtx-3060-12gb", "--trainer.strategy.solver_time_limit", "1"]
+    assert main([*plan, "--save", str(tmp_path / "plan.json")]) == 0
+    made = Plan.load(tmp_path / "plan.json")
+    assert (made.batch_size, made.sequence_length, made.forwards) == (6, 64, 1)
+    assert "batch 6 x 64 tokens" in capsys.readouterr().out
+    assert main([*plan, "--trainer.strategy.batch_size", "auto"]) != 0
+    assert "trainer.strategy.batch_size=auto is not offered with" in " ".join(capsys.readouterr().err.split())
 
 
 def test_references_are_those_of_the_pairs_that_a_run_takes(folder: str, tmp_path: Path) -> None:
