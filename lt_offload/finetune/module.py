@@ -216,6 +216,7 @@ class FineTune(LightningModule):
         """Tokens of the present update, the divisor of its losses."""
         self._untold: Tensor | None = None
         """Tokens of the present update, kept from the batch of a subclass's step for a call of this class's."""
+        self._has_references = False
         self._optimizer_settings: dict[str, Any] | None = None
         """Settings of the optimizer; None: there is none yet, or a subclass has made another."""
 
@@ -374,6 +375,7 @@ class FineTune(LightningModule):
     def on_train_start(self) -> None:
         """Add references of pairs, which the loss of DPO needs; warn if the learning rate never rises to ``lr``."""
         add_references(self.trainer)
+        self._has_references = True
         total = self.trainer.estimated_stepping_batches
         if 0 < self.warmup_steps >= total:
             _log.warning(
@@ -397,6 +399,8 @@ class FineTune(LightningModule):
         if batch_idx % count == 0:
             self._losses = []  # as gradients are forgotten that have led to no update
         batch = dict(batch)
+        if REFERENCE in batch and not self._has_references:
+            raise ConfigError(f"{type(self).__name__}.on_train_start: pairs need super().on_train_start() in it")
         tokens, self._untold = batch.pop(TOKENS, self._untold), None
         if self.loss_average == "batches" or REFERENCE in batch:
             tokens = None

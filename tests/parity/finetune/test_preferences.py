@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lt_offload import OffmateStrategy
-from lt_offload.errors import InfeasibleError
+from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.finetune.adapters import LoraArgs
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
@@ -152,6 +152,15 @@ def plainly(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[Tensor],
         optimizer.step()
         losses.append(loss.detach())
     return losses, optimizer
+
+
+def test_a_module_whose_hook_leaves_the_references_out_is_refused(folder: Path) -> None:
+    class Own(FineTune):
+        def on_train_start(self) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match=r"Own.on_train_start: pairs need super\(\).on_train_start\(\) in it"):
+        trainer("auto", max_steps=1).fit(Own(str(folder), lora=LoraArgs(r=4)), datamodule=data(folder))
 
 
 def test_training_is_that_of_a_plain_loop(folder: Path, stock: Any) -> None:
