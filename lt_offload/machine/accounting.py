@@ -59,8 +59,10 @@ class _Charge(weakref.ref[torch.UntypedStorage]):
 class Account(OperationMode):
     """Within the context, storages that operations create are charged; their death discharges them, even after it.
 
-    Views and in-place results share a storage that exists, so they cost nothing. Storages may die on any thread: a
-    discharge only appends to a queue, which the next charge or reading empties.
+    Views and in-place results share a storage that exists, so they cost nothing. Storages may die on any thread, in the
+    middle of a garbage collection, perhaps inside a locked section of this very thread: their death only appends to a
+    queue, which the next charge or reading empties. It runs no code in Python, which would lose a Ctrl-C that comes
+    meanwhile.
 
     A charge beyond ``limit`` bytes raises ``OverBudget``, whose error names the memory (``what``) and the way out
     (``hint``). With a ``device_type`` only tensors there are charged. A ``timeline`` is for :meth:`peak_without`.
@@ -115,13 +117,14 @@ class Account(OperationMode):
 
     def serial(self, tensor: torch.Tensor) -> int | None:
         """Return the identity of the tensor's storage in the timeline; None if it is not under account."""
-        charge = self._live.get(address_of(tensor.untyped_storage()))
+        charge = self._charge_of(tensor.untyped_storage())
         return None if charge is None else charge.serial
 
     def live(self) -> dict[int, int]:
         """Return the bytes of every storage under account by its serial."""
-        # A list first: storages may die, on any thread, while it is walked through.
-        return {charge.serial: charge.nbytes for charge in list(self._live.values())}
+        with self._lock:
+            self._take_off_dead()
+            return {charge.serial: charge.nbytes for charge in self._live.values()}
 
     def peak_without(self, serials: Iterable[int]) -> int:
         """Return the peak since ``reset_peak`` as it would be without the storages ``serials``."""
@@ -167,7 +170,7 @@ class Account(OperationMode):
             plain = type(out) is torch.Tensor and out.layout is torch.strided
             for tensor in (out,) if plain else tensors_in(out):
                 storage = tensor.untyped_storage()
-                if address_of(storage) not in self._live and self._device_type in (None, tensor.device.type):
+                if self._charge_of(storage) is None and self._device_type in (None, tensor.device.type):
                     self._meet(storage, func, _operands(args, kwargs))
                     if known[2] is not None:
                         self._pass(known[2](args, kwargs or {}), func)
@@ -202,16 +205,14 @@ class Account(OperationMode):
             )
 
     def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:
-        # The address of the storage: valid as a key only while it lives, so the weak reference's callback removes it.
         key = address_of(storage)
         with self._lock:
+            self._take_off_dead()
             if key in self._live:
                 return
-            if self._dead:
-                self._take_off_dead()
             nbytes = 0 if free else storage.nbytes()
             self._check(nbytes, cause)
-            charge = _Charge(storage, self._discharge)
+            charge = _Charge(storage, self._dead.append)
             charge.key, charge.nbytes, charge.serial = key, nbytes, self._serial
             self._serial += 1
             self._live[key] = charge
@@ -221,18 +222,18 @@ class Account(OperationMode):
             if self._timeline is not None and nbytes:
                 self._timeline.append((charge.serial, nbytes))
 
-    def _discharge(self, charge: weakref.ref[torch.UntypedStorage]) -> None:
-        # Runs wherever the last reference is dropped: on any thread, in the middle of a garbage collection, perhaps
-        # inside a locked section of this very thread. So it takes no lock, and leaves the sums to the next charge or
-        # reading.
-        assert isinstance(charge, _Charge)
-        self._live.pop(charge.key, None)
-        self._dead.append(charge)
+    def _charge_of(self, storage: torch.UntypedStorage) -> _Charge | None:
+        # The address of a storage is its own only while it lives: those that have died go first.
+        if self._dead:
+            with self._lock:
+                self._take_off_dead()
+        return self._live.get(address_of(storage))
 
     def _take_off_dead(self) -> None:
         """Take the storages that have died off the sums; the caller holds the lock."""
         while self._dead:
             charge = self._dead.popleft()
+            del self._live[charge.key]
             self._current -= charge.nbytes
             if self._timeline is not None and charge.nbytes:
                 self._timeline.append((charge.serial, -charge.nbytes))

@@ -6,6 +6,7 @@ from scripts.mutants.mutant import Mutant
 
 TASKS, DEVICE = "lt_offload/execute/device/cuda_tasks.py", "lt_offload/execute/device/cuda.py"
 BASE = "lt_offload/execute/device/base.py"
+GENERATORS = "lt_offload/model/state/generators.py"
 STAGING, GUARD = "lt_offload/machine/staging.py", "lt_offload/execute/user_code/guard.py"
 
 
@@ -129,7 +130,7 @@ MUTANTS = (
         "                task.completion.synchronize()\n",
         "                pass\n",
     ),
-    _one("random numbers are not drawn again", BASE, "torch.cuda.set_rng_state(own, gpu)", "pass"),
+    _one("random numbers are not drawn again", GENERATORS, "torch.cuda.set_rng_state(state, gpu)", "pass"),
     _one("another stream of the user's is not ordered", DEVICE, "                stream.follow(end)\n", ""),
     _one("the budget is not hard", DEVICE, "self._cuda.cap(left)", "self._cuda.cap(None)"),
     _one(

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lt_offload.compat.torch import address_of
 from lt_offload.errors import BEYOND_THE_PLAN, OverBudget, UnsupportedError
 from lt_offload.execute.device.arena import Arena
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event, before_writing
@@ -48,7 +47,7 @@ class DeviceAccount(Account):
             super()._meet(storage, func, operands)
 
     def _holds(self, tensor: torch.Tensor) -> bool:
-        charge = self._live.get(address_of(tensor.untyped_storage()))
+        charge = self._charge_of(tensor.untyped_storage())
         return charge is not None and charge.nbytes > 0
 
     def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:

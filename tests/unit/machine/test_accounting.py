@@ -1,4 +1,7 @@
 import threading
+from _thread import interrupt_main
+from collections import deque
+from operator import call
 
 import pytest
 import torch
@@ -25,6 +28,15 @@ def test_new_storages_are_charged_once_and_discharged_when_they_die() -> None:
     assert account.peak == 2 * KB
     account.reset_peak()
     assert account.peak == 0
+
+
+def test_ctrl_c_comes_through_while_storages_die() -> None:
+    """Python ignores what is raised in a weak reference's callback."""
+    with Account() as account:
+        held = [torch.zeros(256)]
+        with pytest.raises(KeyboardInterrupt):
+            deque(map(call, [interrupt_main, held.clear]), maxlen=0)  # nothing between the two that would notice
+    assert account.current == 0
 
 
 def test_views_and_in_place_results_of_what_was_there_are_free() -> None:
