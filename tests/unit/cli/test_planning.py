@@ -243,11 +243,11 @@ def test_doctor_writes_a_machine_that_plans_are_made_for(
 def test_too_little_ram_names_a_recipe_that_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", recipe, "--hardware", "rtx-3060,ram=1.9GB"]) == 2
     assert "the 2 GB of Python, PyTorch and libraries included" in capsys.readouterr().err
-    assert recipes.largest_within(12 * 10**9, 32 * 10**9) == "llama3-8b-lora-12gb"
-    assert recipes.largest_within(12 * 10**9, 16 * 10**9) in ("llama3-8b-qlora-8gb", "qwen3-4b-qlora-8gb")
+    assert recipes.largest_within(12 * 10**9, 32 * 10**9) == "qwen3-14b-qlora-12gb"
+    assert recipes.largest_within(12 * 10**9, 16 * 10**9) == "mistral-nemo-qlora-12gb"
     assert recipes.largest_within(12 * 10**9, 4 * 10**9) is None
     flags = ["--model.architecture", "llama2-7b", "--trainer.strategy.host_memory", "32GB"]
     assert main(["plan", recipe, "--hardware", "rtx-3060", *flags]) == 2
     said = capsys.readouterr().err
-    assert "of the recipes that come with lt_offload, llama3-8b-lora-12gb fits" in said
+    assert "of the recipes that come with lt_offload, qwen3-14b-qlora-12gb fits" in said
     assert re.search(r"at least host_memory=[\d.]+GB", said)
