@@ -300,6 +300,7 @@ class OffmateStrategy(Checkpoints):
         except Exception as error:
             self._close_engine()
             if isinstance(error, OffloadError):
+                error.__suppress_context__ = True  # a second traceback, of ``why``, would say nothing more
                 raise
 
     def _begin(self) -> None:

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import platform
+import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from lt_offload.finetune.run.summary import environment
 from lt_offload.finetune.terminal import clear, status
 from lt_offload.finetune.weights.gguf import SMOLLM2
 from lt_offload.finetune.weights.tiny import save_tiny
+from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 from lt_offload.strategy.offmate import OffmateStrategy
 from lt_offload.units import format_bytes, parse_bytes
 
@@ -190,7 +192,8 @@ class Runs:
                 # Lightning makes an exit of Ctrl-C, with the code of numbers that differ.
                 if isinstance(error.__context__, KeyboardInterrupt):
                     raise KeyboardInterrupt from None
-                raise
+                # And of SIGTERM one without a code.
+                raise SystemExit(error.code or EXIT_CODES[signal.SIGTERM]) from None
             metrics, seconds = app.summary.metrics, app.summary.clock.steps
             tokens = round(metrics.tokens / max(1, len(seconds)))
         return Trained(kept=kept, tokens=tokens, tokens_per_s=tokens / median(seconds[2:] or seconds))
