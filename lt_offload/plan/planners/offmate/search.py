@@ -17,6 +17,7 @@ from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
 from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
+from lt_offload.plan.planners.slots import TOLERATED
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
@@ -195,12 +196,15 @@ class _ProgramSeries:
     def add_best(self) -> None:
         """Add the plans of the fastest to the candidates, scheduled with care."""
         # Estimates tell neighbours apart well enough to schedule only the best of them with care.
-        best = [each.proposal for each in sorted(self.estimated, key=lambda each: each.seconds)]
-        best[1:1] = _with_more_room(best[0], self._request) if best else ()
-        for proposal in best[:_SCHEDULED]:
-            self._candidates.add(proposal)
-            if self._enough(self._candidates.fastest_s):
+        candidates, best = self._candidates, sorted(self.estimated, key=lambda each: each.seconds)[:_SCHEDULED]
+        for each in best:
+            candidates.add(each.proposal)
+            if self._enough(candidates.fastest_s):
                 return
+        # What takes longer than its estimate lacks RAM: care alone makes no plan slower.
+        if best and candidates.fastest_s > TOLERATED * best[0].seconds:
+            for proposal in _with_more_room(best[0].proposal, self._request):
+                candidates.add(proposal)
 
 
 def _with_link(profile: Profile, factor: float) -> Profile:
