@@ -35,6 +35,8 @@ _SCHEDULED = 2
 """Number of proposals, the fastest by estimate, that are scheduled with care."""
 _LINK_RATIO = 1.25
 """Ratio of the speeds of the link in the series."""
+_SLOWER = 0.95
+"""The part of the real speed from which on a link counts as slower."""
 _LINKS = 2
 """Speeds below the real one that are tried, at most."""
 _MORE = 3
@@ -115,19 +117,16 @@ class _ProgramSeries:
         return self.best.seconds if self.best else math.inf
 
     def run(self) -> None:
-        """Estimate the plans of programs with the real link, then with slower ones as long as that helps."""
+        """Estimate the plans of programs with the real link, then with slower ones while plans are far away."""
         blocks = len(self._request.profile.blocks)
         least, most = _SOLVED
         self._run(1.0, min(max(_SOLVED_BLOCKS // blocks, least), most))
         link = self._request.profile.hardware.h2d_bytes_per_s
-        element = math.floor(math.log(link, _LINK_RATIO))
+        element = math.floor(math.log(_SLOWER * link, _LINK_RATIO))
         for slower in range(_LINKS):
-            fastest_s = self._fastest_s
-            if not self._far(fastest_s):
+            if not self._far(self._fastest_s):
                 return
             self._run(_LINK_RATIO ** (element - slower) / link, _MORE)
-            if self._fastest_s >= fastest_s:
-                return
 
     def _run(self, link: float, wanted: int) -> None:
         """Estimate the plans of ``wanted`` programs with ``link`` times the real link's speed."""
