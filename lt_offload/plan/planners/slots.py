@@ -24,7 +24,7 @@ from lt_offload.schema.trace import Trace
 
 _SLOWER = 1.1
 """Updates on the host may last this much longer than expected before copies wait for them."""
-_TOLERATED = 1.001
+TOLERATED = 1.001
 """Time of an iteration with shared memory, relative to that without, up to which less memory is preferred to more."""
 _SHORTER = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)
 """Parts of the simulated lifetimes that are tried where RAM is short; then copies do wait for updates."""
@@ -66,7 +66,7 @@ def share_slots(plan: Plan, profile: Profile, trace: Trace) -> tuple[Plan, Trace
         simulated = simulate(shared, profile)
         if best is None or simulated.iteration_time < best[1].iteration_time:
             best = shared, simulated
-        if best[1].iteration_time <= _TOLERATED * trace.iteration_time:
+        if best[1].iteration_time <= TOLERATED * trace.iteration_time:
             break
     assert best is not None, f"gradients need {placement.extent} bytes of RAM, there are {room}"
     return best

@@ -17,6 +17,7 @@ from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
 from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
+from lt_offload.plan.planners.slots import TOLERATED
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
@@ -34,6 +35,8 @@ _SCHEDULED = 2
 """Number of proposals, the fastest by estimate, that are scheduled with care."""
 _LINK_RATIO = 1.25
 """Ratio of the speeds of the link in the series."""
+_SLOWER = 0.95
+"""The part of the real speed from which on a link counts as slower."""
 _LINKS = 2
 """Speeds below the real one that are tried, at most."""
 _MORE = 3
@@ -114,19 +117,16 @@ class _ProgramSeries:
         return self.best.seconds if self.best else math.inf
 
     def run(self) -> None:
-        """Estimate the plans of programs with the real link, then with slower ones as long as that helps."""
+        """Estimate the plans of programs with the real link, then with slower ones while plans are far away."""
         blocks = len(self._request.profile.blocks)
         least, most = _SOLVED
         self._run(1.0, min(max(_SOLVED_BLOCKS // blocks, least), most))
         link = self._request.profile.hardware.h2d_bytes_per_s
-        element = math.floor(math.log(link, _LINK_RATIO))
+        element = math.floor(math.log(_SLOWER * link, _LINK_RATIO))
         for slower in range(_LINKS):
-            fastest_s = self._fastest_s
-            if not self._far(fastest_s):
+            if not self._far(self._fastest_s):
                 return
             self._run(_LINK_RATIO ** (element - slower) / link, _MORE)
-            if self._fastest_s >= fastest_s:
-                return
 
     def _run(self, link: float, wanted: int) -> None:
         """Estimate the plans of ``wanted`` programs with ``link`` times the real link's speed."""
@@ -195,12 +195,15 @@ class _ProgramSeries:
     def add_best(self) -> None:
         """Add the plans of the fastest to the candidates, scheduled with care."""
         # Estimates tell neighbours apart well enough to schedule only the best of them with care.
-        best = [each.proposal for each in sorted(self.estimated, key=lambda each: each.seconds)]
-        best[1:1] = _with_more_room(best[0], self._request) if best else ()
-        for proposal in best[:_SCHEDULED]:
-            self._candidates.add(proposal)
-            if self._enough(self._candidates.fastest_s):
+        candidates, best = self._candidates, sorted(self.estimated, key=lambda each: each.seconds)[:_SCHEDULED]
+        for each in best:
+            candidates.add(each.proposal)
+            if self._enough(candidates.fastest_s):
                 return
+        # What takes longer than its estimate lacks RAM: care alone makes no plan slower.
+        if best and candidates.fastest_s > TOLERATED * best[0].seconds:
+            for proposal in _with_more_room(best[0].proposal, self._request):
+                candidates.add(proposal)
 
 
 def _with_link(profile: Profile, factor: float) -> Profile:
