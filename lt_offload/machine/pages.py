@@ -19,10 +19,13 @@ until :func:`drop_own` forgets the copy.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import itertools
 import mmap
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,6 +86,27 @@ def forget(tensor: torch.Tensor) -> None:
     last = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if tensor.is_contiguous() and first < last and _in_file(first, last):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def resident_bytes(sizes: Mapping[int, int]) -> int:
+    """Return the RAM that memory takes, given as sizes by address; of pages of files those that have been read count."""
+    import psutil  # type: ignore[import-untyped]
+
+    files = []
+    for each in psutil.Process().memory_maps(grouped=False):
+        if each.path.startswith("/"):
+            start, end = (int(address, 16) for address in each.addr.split("-"))
+            files.append((start, end, each.rss))
+    files.sort()
+    mapped: Counter[tuple[int, int, int]] = Counter()
+    total = 0
+    for address, nbytes in sizes.items():
+        at = bisect.bisect(files, address, key=lambda file: file[0]) - 1
+        if at >= 0 and address < files[at][1]:
+            mapped[files[at]] += nbytes
+        else:
+            total += nbytes
+    return total + sum(min(nbytes, resident) for (_, _, resident), nbytes in mapped.items())
 
 
 def _in_file(first: int, last: int) -> bool:

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from lt_offload.machine.accounting import storage_bytes
+from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.driver import current, in_what_room, use_expandable_segments
 from lt_offload.machine.numa import memory_node_of
+from lt_offload.machine.pages import resident_bytes
 from lt_offload.model import optimizers as states
 from lt_offload.model.quantized import tensors_of
 from lt_offload.profiling.hardware import measure_hardware, taken_host_bytes
@@ -82,10 +83,10 @@ def _alone(machine: HardwareProfile, contention: Contention) -> HardwareProfile:
 def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer) -> HardwareProfile:
     """Return ``machine`` without the RAM that weights and optimizer states take already: plans count them anyway."""
     held = (tensor for state in states.of_parameters(optimizer) for tensor in states.tensors_of(state).values())
-    on_host = storage_bytes(tensor for tensor in (*tensors_of(model), *held) if tensor.device.type == "cpu")
-    taken = taken_host_bytes()
-    # Of weights that are pages of a file, some may never have been read.
-    return replace(machine, process_bytes=max(taken.all - on_host, taken.private - min(taken.private, on_host)))
+    on_host = [tensor for tensor in (*tensors_of(model), *held) if tensor.device.type == "cpu"]
+    storages = [part.untyped_storage() for part in tensors_in(on_host)]
+    counted = resident_bytes({storage.data_ptr(): storage.nbytes() for storage in storages})
+    return replace(machine, process_bytes=max(0, taken_host_bytes().all - counted))
 
 
 # -- lanes beside each other ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_offload.machine.pages import SharedPages, drop_own, make_file, map_pages, spread
+from lt_offload.machine.pages import SharedPages, drop_own, make_file, map_pages, resident_bytes, spread
 
 
 @settings(deadline=None)
@@ -55,6 +55,17 @@ def test_a_child_sees_what_the_parent_writes_after_the_fork() -> None:
     value.fill_(7)
     os.write(answer, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_pages_of_a_file_take_ram_when_they_have_been_read(tmp_path: Path) -> None:
+    nbytes = 1 << 22
+    (tmp_path / "weights").write_bytes(bytes(nbytes))
+    mapped = torch.from_file(str(tmp_path / "weights"), size=nbytes, dtype=torch.uint8)
+    own = torch.ones(1000, dtype=torch.uint8)
+    sizes = {own.data_ptr(): 1000, mapped.data_ptr(): nbytes // 2, mapped[nbytes // 2 :].data_ptr(): nbytes // 2}
+    assert resident_bytes(sizes) == 1000
+    assert not mapped.any()
+    assert resident_bytes(sizes) == 1000 + nbytes
 
 
 PAGE = mmap.PAGESIZE
