@@ -89,7 +89,7 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 def resident_bytes(sizes: Mapping[int, int]) -> int:
-    """Return the RAM that memory takes, given as sizes by address; of pages of files those that have been read count."""
+    """Return the RAM that memory of these sizes, by address, takes; pages of files count once they have been read."""
     import psutil  # type: ignore[import-untyped]
 
     files = []
