@@ -47,14 +47,7 @@ PLANNED = {"8B, QLoRA": 100 * STEP, "8B, all weights": 49 * STEP}
 
 def config_of(name: str) -> Any:
     """Return a configuration that has positions for any length."""
-    if name == "qwen3-1.7b":  # https://huggingface.co/Qwen/Qwen3-1.7B
-        config: Any = load_model_config("qwen3-4b")
-        sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
-        for key, value in {**sizes, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}.items():
-            setattr(config, key, value)
-        config.layer_types = ["full_attention"] * config.num_hidden_layers
-    else:
-        config = load_model_config(name)
+    config = load_model_config(name)
     config.max_position_embeddings = MOST
     return config
 
