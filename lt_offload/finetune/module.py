@@ -399,7 +399,7 @@ class FineTune(LightningModule):
         if batch_idx % count == 0:
             self._losses = []  # as gradients are forgotten that have led to no update
         batch = dict(batch)
-        if REFERENCE in batch and not self._has_references:
+        if REFERENCE in batch and not (self._has_references or self.trainer.sanity_checking):
             raise ConfigError(f"{type(self).__name__}.on_train_start: pairs need super().on_train_start() in it")
         tokens, self._untold = batch.pop(TOKENS, self._untold), None
         if self.loss_average == "batches" or REFERENCE in batch:
