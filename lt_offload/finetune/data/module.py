@@ -460,13 +460,16 @@ class FineTuneData(_DataSettings, LightningDataModule):
                 f"data.max_length{keep}"
             )
         sizes = sizes_for(self.trainer)
+        settings = {"tokens": int(self._train.lengths.sum())}  # other data have another number
+        if self.pairs:  # whose references are of a checkpoint
+            settings["the checksum of the pairs"] = self._train.documents.checksum()
         order = self._order(
             partial(_whole, self._train),
             count=len(self._train),
             grouped=self.group_by_length,
             reshuffled=not getattr(self.trainer, "overfit_batches", 0),  # which are the same in all epochs
             silent=share.of > 1 and sizes is not None,  # a mean over each batch needs a loss in it
-            settings={"tokens": int(self._train.lengths.sum())},  # other data have another number
+            settings=settings,
         )
         return ResumableLoader(order, num_workers=self.num_workers, sizes=sizes)
 
