@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -224,3 +227,40 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(
     run = fit(strategy(after), folder, ckpt=tmp_path / "begun.ckpt")
     assert alike([*begun.module.losses, *run.module.losses], stock().module.losses)
     assert state_differences(stock(), run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_references_are_computed_leaves_those_that_are_known(
+    folder: Path, stock: Any, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validates = {"val_check_interval": 2, "num_sanity_val_steps": 0}  # there is no sanity check where a run goes on
+
+    def settings() -> dict[str, Any]:
+        every = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=100)
+        return {"callbacks": [every], "enable_checkpointing": True, **validates}
+
+    calls: list[int] = []
+    predict_step = FineTune.predict_step
+
+    def counted(module: FineTune, batch: Any, batch_idx: int = 0) -> Any:
+        calls.append(batch_idx)
+        if len(calls) == 2:
+            os.kill(os.getpid(), number)
+        return predict_step(module, batch, batch_idx)
+
+    monkeypatch.setattr(FineTune, "predict_step", counted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit):
+            fit(OffmateStrategy(memory="900kB", solver_time_limit=2), folder, **settings())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    saved = torch.load(tmp_path / "interrupted.ckpt", weights_only=False)
+    assert saved["global_step"] == 0
+    assert len(calls) == 2
+    strategy = OffmateStrategy(memory="900kB", solver_time_limit=2)
+    run = fit(strategy, folder, ckpt=tmp_path / "interrupted.ckpt", **settings())
+    assert len(calls) == STEPS
+    assert differences(stock(**validates), run) == []
+    assert run.trainer.fit_loop.epoch_loop._batches_that_stepped == STEPS
