@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,7 @@ from lt_offload.finetune.adapters import LoraArgs
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.preferences import METRICS, pair_loss
+from lt_offload.report.runs import read_run
 from scripts.hf.runs import quiet
 from tests import sampling
 from tests.support import tiny
@@ -264,3 +267,28 @@ def test_a_signal_while_references_are_computed_leaves_those_that_are_known(
     assert len(calls) == STEPS
     assert differences(stock(**validates), run) == []
     assert run.trainer.fit_loop.epoch_loop._batches_that_stepped == STEPS
+
+
+@pytest.mark.long
+def test_two_processes_with_pairs_of_unlike_lengths_train_as_one_that_accumulates(folder: Path, tmp_path: Path) -> None:
+    """Padded batches are of another size in each process, which must plan at the same moment all the same."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"base: [configs/base.yaml, configs/lora.yaml, configs/data/preference.yaml]\nmodel: {{name: {folder}}}\n"
+        "trainer: {accelerator: cpu, max_epochs: -1, max_steps: 2, val_check_interval: null, limit_val_batches: 0,\n"
+        "  log_every_n_steps: 1, strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memory: 4MB}}}\n"
+        f"data: {{path: {folder / 'pairs.jsonl'}, max_length: 48, batch_size: 2, cache_dir: {tmp_path / 'cache'}}}\n"
+    )
+    losses = []
+    for number, flag in enumerate((["--trainer.devices", "2"], ["--trainer.accumulate_grad_batches", "2"])):
+        (tmp_path / str(number)).mkdir()
+        command = [sys.executable, "-m", "lt_offload.cli.main", str(recipe), *flag]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+        ran = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path / str(number), env=environment, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+        [run] = (tmp_path / str(number) / "runs").iterdir()
+        losses.append(read_run(run).curve("train_loss"))
+    assert losses[0] == losses[1]
+    assert len({loss for _, loss in losses[0]}) == 2
