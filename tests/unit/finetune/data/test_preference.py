@@ -160,6 +160,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"lora": LoraArgs(bias="all")}, "model.lora.bias=all changes the reference .* set it to none"),
     ({}, {"dpo_beta": 0.0}, "model.dpo_beta=0.0 is not positive and finite; choose a number such as 0.1"),
     ({"format": "completion"}, {"dpo_beta": 0.2}, "model.dpo_beta=0.2 changes nothing with data that are no pairs"),
+    ({"columns": {"chosen": "rejected"}}, {}, "rejected has no column, as 'rejected' is named for another role; name"),
     ({"format": "auto"}, {}, "holds preferences .*to learn to prefer .DPO., --data.format preference; to train on"),
 ]
 
