@@ -20,6 +20,7 @@ from lt_offload.finetune.load import dropouts
 from lt_offload.finetune.processes import total
 from lt_offload.finetune.terminal import clear, say, status
 from lt_offload.model.head import label_log_probs
+from lt_offload.strategy.checkpoint.resume import ExactResume
 
 if TYPE_CHECKING:
     from lt_offload.finetune.data.module import FineTuneData
@@ -121,15 +122,20 @@ def add_references(trainer: Any) -> None:
     data: FineTuneData = trainer.datamodule
     reference = data.reference
     assert reference is not None
-    sums = torch.zeros(len(reference), 3)
-    for number, (pairs, batch) in enumerate(data.unknown_pairs(), start=1):
+    count = 0
+    for number, (pairs, own, batch) in enumerate(data.unknown_pairs(), start=1):
         status(f"the model's own log-probabilities of the pairs, before the training: batch {number}")
         # As a step of the strategy, which knows where the model is and what memory there is for it.
         known = trainer.strategy.predict_step(trainer.strategy.batch_to_device(batch), 0)
-        sums[pairs, :2], sums[pairs, 2] = known.view(2, -1).T.cpu(), 1
+        sums = torch.zeros(len(pairs), 3)
+        sums[own, :2], sums[own, 2] = known.view(2, -1).T.cpu(), 1
+        sums = total(trainer, sums).cpu()
+        reference[pairs] = sums[:, :2] / sums[:, 2:]
+        count += len(pairs)
+        # All of them may take hours: a signal ends that with a checkpoint, from which a run goes on.
+        for callback in trainer.callbacks:
+            if isinstance(callback, ExactResume):
+                callback.leave_before_start(trainer)
     clear()
-    sums = total(trainer, sums).cpu()
-    new = sums[:, 2] > 0
-    reference[new] = sums[new, :2] / sums[new, 2:]
-    if new.any():
-        say(f"reference: {int(new.sum()):,} pairs, by the model without adapters")
+    if count:
+        say(f"reference: {count:,} pairs, by the model without adapters")

@@ -68,6 +68,7 @@ def parts_of(run: RunFolder) -> dict[str, RunFolder]:
             },
             parts=(part,),
             plan=run.plan if part is run.parts[-1] else None,
+            warnings=run.warnings if part is run.parts[-1] else (),
         )
         for part in run.parts
     }

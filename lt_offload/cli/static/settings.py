@@ -126,9 +126,11 @@ def check(files: Sequence[Path], args: Sequence[str], verb: Verb) -> None:
                 f"--{name} is a flag of {' and '.join(owners)}, not of {verb.name}"
                 + ("; give the run folder instead of the recipe, or --ckpt_path FILE" if name == "resume" else "")
             )
-    maps = {name for name, entry in entries(SETTINGS).items() if "MAP" in _kinds(entry)}
+    whole = [name for name, entry in entries(SETTINGS).items() if {"MAP", "TEXT"} & _kinds(entry)]
+    # A text such as 'Question: why?' is a map to YAML.
+    whole = [*of_call(verb), *(name for name in whole if "OBJECT" not in _kinds(entries(SETTINGS)[name]))]
     for content in _contents(args):
-        for key, value in content.items() if content.keys() <= maps else dotted(content):
+        for key, value in content.items() if content.keys() <= {*whole} else dotted(content):
             _check_key(key, value, of_call(verb), ours, "")
 
 

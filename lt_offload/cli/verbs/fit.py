@@ -10,6 +10,7 @@ from lt_offload.cli.app import App
 from lt_offload.cli.outputs import make_folder
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import processes
+from lt_offload.finetune.preferences import METRICS
 from lt_offload.finetune.run import summary
 from lt_offload.finetune.terminal import clear, status, wrapped
 from lt_offload.strategy.checkpoint import files as checkpoint
@@ -122,5 +123,7 @@ def validate(app: App, *, ckpt_path: str | None = None) -> int:
     if "val_loss" not in metrics:
         raise ConfigError("there is nothing to validate on; set data.validation_path, or data.validation_share above 0")
     if processes.is_first():
-        print(f"val_loss {metrics['val_loss']:.6f}  (perplexity {math.exp(min(metrics['val_loss'], 700.0)):.4g})")
+        loss = metrics["val_loss"]
+        of_pairs = [f"{name} {metrics[f'val_{name}']:.4g}" for name in METRICS if f"val_{name}" in metrics]
+        print(f"val_loss {loss:.6f}  ({', '.join(of_pairs) or f'perplexity {math.exp(min(loss, 700.0)):.4g}'})")
     return 0

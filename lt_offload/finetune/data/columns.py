@@ -144,6 +144,8 @@ def find_columns(
             f"for example --data.columns '{{{pair}}}'"
         )
     missing = next(role for role in NEEDED[choice] if role not in by_role)
+    if missing in names:  # it has another role
+        raise ConfigError(f"data.columns: {missing} has no column, as {missing!r} is named for another role; name one")
     raise ConfigError(
         f"{where} has no column {missing!r}, it has {has}; choose data.format=auto, or name the column with "
         f"--data.columns '{{{missing}: {example}}}'"

@@ -460,13 +460,16 @@ class FineTuneData(_DataSettings, LightningDataModule):
                 f"data.max_length{keep}"
             )
         sizes = sizes_for(self.trainer)
+        settings = {"tokens": int(self._train.lengths.sum())}  # other data have another number
+        if self.pairs:  # whose references are of a checkpoint
+            settings["the checksum of the pairs"] = self._train.documents.checksum()
         order = self._order(
             partial(_whole, self._train),
             count=len(self._train),
             grouped=self.group_by_length,
             reshuffled=not getattr(self.trainer, "overfit_batches", 0),  # which are the same in all epochs
             silent=share.of > 1 and sizes is not None,  # a mean over each batch needs a loss in it
-            settings={"tokens": int(self._train.lengths.sum())},  # other data have another number
+            settings=settings,
         )
         return ResumableLoader(order, num_workers=self.num_workers, sizes=sizes)
 
@@ -522,10 +525,10 @@ class FineTuneData(_DataSettings, LightningDataModule):
         """Log-probabilities of the answers of the training pairs, ``[pairs, 2]``, NaN if not known; None: no pairs."""
         return None if self._train is None else self._train.reference
 
-    def unknown_pairs(self) -> Iterator[tuple[Integers, Batch]]:
-        """Yield the pairs without a reference that training will come to, as numbers and as a batch of this process.
+    def unknown_pairs(self) -> Iterator[tuple[Integers, slice, Batch]]:
+        """Yield the pairs without a reference that training will come to: the numbers of a step's pairs, and a batch.
 
-        They come in the order of the first epoch. All processes get as many batches.
+        The batch is of this process, of that part of the numbers. They come in the order of the first epoch.
         """
         assert self._train is not None and self.trainer is not None, "setup() comes first"
         size, share, reference = self.batch_size, share_of(self.trainer), self._train.reference
@@ -535,9 +538,9 @@ class FineTuneData(_DataSettings, LightningDataModule):
         if self.trainer.max_steps > 0 and self.trainer.num_training_batches >= len(order) // (size * share.of):
             steps = steps[: batches_of(self.trainer)]
         for numbers in (each for each in steps if reference[each].isnan().any()):
-            own = numbers[share.first * size : (share.first + 1) * size]
-            own = own if len(own) else numbers[:size]
-            yield own, self._collate([self._train[int(number)] for number in own])
+            own = slice(share.first * size, (share.first + 1) * size)
+            own = own if len(numbers[own]) else slice(size)
+            yield numbers, own, self._collate([self._train[int(number)] for number in numbers[own]])
 
     def worst_case_batch(self) -> Batch:
         """Return the largest batch that can come, for which a plan must have room. The tokens are arbitrary."""

@@ -140,7 +140,8 @@ def _sequences(data: FineTuneData, documents: Documents) -> Iterator[str]:
     if data.pack == "wrapped":
         yield f"{len(rows):,} sequences of {limit:,} tokens, one text after the other"
         return
-    if split := len(rows.pieces) + len(rows.left_out) - len(documents):
+    pairs = rows.reference is not None
+    if split := 0 if pairs else len(rows.pieces) + len(rows.left_out) - len(documents):
         yield f"{split:,} times a text goes on in another sequence: it is longer than data.max_length={limit}"
     yield from rows.losses
     if left_out := named(documents, rows.left_out, "{}"):
@@ -149,7 +150,6 @@ def _sequences(data: FineTuneData, documents: Documents) -> Iterator[str]:
         return
     if len(rows) < size:
         yield f"too few sequences for a batch of data.batch_size={size}: there are {len(rows)}"
-    pairs = rows.reference is not None
     said = f"{len(rows):,} {'pairs' if pairs else 'sequences'} of up to {limit:,} tokens{' for each answer' * pairs}"
     real = int(rows.lengths.sum())
     if data.pack:

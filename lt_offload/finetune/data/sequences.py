@@ -8,6 +8,7 @@ tokens nowhere else. Others read across documents without a word, so that only m
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -105,6 +106,15 @@ class Documents(Sequence[Example]):
             counts.append(sums[end] - sums[np.minimum(begin + starts[some] + 1, end)])
             done = some.stop
         return np.concatenate([np.empty((0, starts.shape[1]), np.int64), *counts])
+
+    def checksum(self) -> int:
+        """Return a number that tells these tokens and labels from others."""
+        sum_so_far = 0
+        for batch in self._rows.iter(_AT_ONCE):
+            for column in (batch[name].combine_chunks() for name in ("ids", "labels")):
+                for part in (column.value_lengths(), column.flatten()):
+                    sum_so_far = zlib.crc32(part.to_numpy(), sum_so_far)
+        return sum_so_far
 
     def _labels(self) -> Iterator[tuple[Integers, Tokens]]:
         """Yield the lengths and labels of all documents, some at a time."""

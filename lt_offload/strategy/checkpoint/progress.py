@@ -69,13 +69,18 @@ def is_midway(trainer: Any) -> bool:
     return bool(fit_loop.restarted_mid_epoch and not seen.is_last_batch and seen.current.ready < fit_loop.max_batches)
 
 
+def has_begun(trainer: Any) -> bool:
+    """Return whether ``trainer``, or the run that it goes on with, has come to its first batch."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+
 def go_on(trainer: Any, moment: Moment) -> None:
     """Set the loops, which have been loaded and begin now, to go on from ``moment``."""
     fit_loop = trainer.fit_loop
     loop = fit_loop.epoch_loop
     total = loop.val_loop.batch_progress.total
     total.ready = total.started = total.processed = total.completed  # it was only for the guess
-    if moment == "epoch end":
+    if moment == "epoch end" or not has_begun(trainer):
         _forget(fit_loop, loop, loop.val_loop)  # the next epoch is like any other
     elif moment == "last batch":
         has_validated(loop)  # nothing is left of this epoch but its end

@@ -170,6 +170,11 @@ class ExactResume(_Base):
         if (received := self._received(trainer)) is not None:
             self._leave(trainer, received)
 
+    def leave_before_start(self, trainer: Any) -> None:
+        """Leave after a signal in ``on_train_start``; a run that goes on from a checkpoint needs no other one."""
+        if (received := self._received(trainer)) is not None:
+            self._leave(trainer, received, saves=not progress.has_begun(trainer))
+
     def _received(self, trainer: Any) -> signal.Signals | None:
         """Return the signal that has come to this process, or to another of the run; all of them ask together."""
         received = self._interrupts.received
@@ -179,11 +184,12 @@ class ExactResume(_Base):
         number = trainer.strategy.reduce(number, reduce_op="max")
         return signal.Signals(int(number)) if number else None
 
-    def _leave(self, trainer: Any, number: signal.Signals) -> NoReturn:
-        path = trainer.strategy.broadcast(_folders(trainer)[0] / FILE)
-        trainer.save_checkpoint(path)
-        getattr(trainer.strategy, "finish_saves", _nothing)()
-        rank_zero_info(f"{number.name}: step {trainer.global_step} is saved in {path}")
+    def _leave(self, trainer: Any, number: signal.Signals, *, saves: bool = True) -> NoReturn:
+        if saves:
+            path = trainer.strategy.broadcast(_folders(trainer)[0] / FILE)
+            trainer.save_checkpoint(path)
+            getattr(trainer.strategy, "finish_saves", _nothing)()
+            rank_zero_info(f"{number.name}: step {trainer.global_step} is saved in {path}")
         if trainer.world_size == 1:
             self._interrupts.pass_on()
         else:  # Lightning's handler would send the signal to processes that know of it and may have left

@@ -174,7 +174,8 @@ class Planning(Processes):
             self._first, self._coming = (batch, number), Size.of(batch, padded)
             # A window that has begun goes on in steps that count, with the sums of gradients that are carried over.
             begun = self._carried is not None and self._carried.window.added > 0
-            self._aside = not (begun or self._watchable())
+            # Rows that are padded are of another size in each process; all have to plan at the same moment.
+            self._aside = not (begun or all(self.together(self._watchable)))
 
     def _watchable(self) -> bool:
         """Return whether the coming step may run before there is a plan, and count."""

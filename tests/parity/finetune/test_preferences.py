@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -21,6 +26,7 @@ from lt_offload.finetune.adapters import LoraArgs
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.preferences import METRICS, pair_loss
+from lt_offload.report.runs import read_run
 from scripts.hf.runs import quiet
 from tests import sampling
 from tests.support import tiny
@@ -224,3 +230,65 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(
     run = fit(strategy(after), folder, ckpt=tmp_path / "begun.ckpt")
     assert alike([*begun.module.losses, *run.module.losses], stock().module.losses)
     assert state_differences(stock(), run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_references_are_computed_leaves_those_that_are_known(
+    folder: Path, stock: Any, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validates = {"val_check_interval": 2, "num_sanity_val_steps": 0}  # there is no sanity check where a run goes on
+
+    def settings() -> dict[str, Any]:
+        every = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=100)
+        return {"callbacks": [every], "enable_checkpointing": True, **validates}
+
+    calls: list[int] = []
+    predict_step = FineTune.predict_step
+
+    def counted(module: FineTune, batch: Any, batch_idx: int = 0) -> Any:
+        calls.append(batch_idx)
+        if len(calls) == 2:
+            os.kill(os.getpid(), number)
+        return predict_step(module, batch, batch_idx)
+
+    monkeypatch.setattr(FineTune, "predict_step", counted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit):
+            fit(OffmateStrategy(memory="900kB", solver_time_limit=2), folder, **settings())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    saved = torch.load(tmp_path / "interrupted.ckpt", weights_only=False)
+    assert saved["global_step"] == 0
+    assert len(calls) == 2
+    strategy = OffmateStrategy(memory="900kB", solver_time_limit=2)
+    run = fit(strategy, folder, ckpt=tmp_path / "interrupted.ckpt", **settings())
+    assert len(calls) == STEPS
+    assert differences(stock(**validates), run) == []
+    assert run.trainer.fit_loop.epoch_loop._batches_that_stepped == STEPS
+
+
+@pytest.mark.long
+def test_two_processes_with_pairs_of_unlike_lengths_train_as_one_that_accumulates(folder: Path, tmp_path: Path) -> None:
+    """Padded batches are of another size in each process, which must plan at the same moment all the same."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"base: [configs/base.yaml, configs/lora.yaml, configs/data/preference.yaml]\nmodel: {{name: {folder}}}\n"
+        "trainer: {accelerator: cpu, max_epochs: -1, max_steps: 2, val_check_interval: null, limit_val_batches: 0,\n"
+        "  log_every_n_steps: 1, strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memory: 4MB}}}\n"
+        f"data: {{path: {folder / 'pairs.jsonl'}, max_length: 48, batch_size: 2, cache_dir: {tmp_path / 'cache'}}}\n"
+    )
+    losses = []
+    for number, flag in enumerate((["--trainer.devices", "2"], ["--trainer.accumulate_grad_batches", "2"])):
+        (tmp_path / str(number)).mkdir()
+        command = [sys.executable, "-m", "lt_offload.cli.main", str(recipe), *flag]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+        ran = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path / str(number), env=environment, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+        [run] = (tmp_path / str(number) / "runs").iterdir()
+        losses.append(read_run(run).curve("train_loss"))
+    assert losses[0] == losses[1]
+    assert len({loss for _, loss in losses[0]}) == 2

@@ -13,8 +13,9 @@ import pytest
 import torch
 import yaml
 
-from lt_offload.cli import recipes
+from lt_offload.cli import recipes, table
 from lt_offload.cli.main import main
+from lt_offload.cli.static.settings import check as check_settings
 from lt_offload.cli.verbs import check, doctor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import module as data
@@ -360,3 +361,10 @@ def test_code_in_a_model_folder_is_never_run(
 
 def change(config: Path, values: dict[str, Any], auto_map: dict[str, Any]) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | values | {"auto_map": auto_map}))
+
+
+@pytest.mark.parametrize(
+    ("verb", "flag"), [("generate", "--prompt"), ("fit", "--data.sample_prompt"), ("fit", "--data.system")]
+)
+def test_a_text_that_yaml_takes_for_a_map_is_a_text(verb: str, flag: str) -> None:
+    check_settings([], [flag, "Question: why?"], table.VERBS[verb])

@@ -160,6 +160,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"lora": LoraArgs(bias="all")}, "model.lora.bias=all changes the reference .* set it to none"),
     ({}, {"dpo_beta": 0.0}, "model.dpo_beta=0.0 is not positive and finite; choose a number such as 0.1"),
     ({"format": "completion"}, {"dpo_beta": 0.2}, "model.dpo_beta=0.2 changes nothing with data that are no pairs"),
+    ({"columns": {"chosen": "rejected"}}, {}, "rejected has no column, as 'rejected' is named for another role; name"),
     ({"format": "auto"}, {}, "holds preferences .*to learn to prefer .DPO., --data.format preference; to train on"),
 ]
 
@@ -216,6 +217,23 @@ def test_references_are_those_of_the_pairs_that_a_run_takes(folder: str, tmp_pat
         assert int((~data.reference.isnan()).all(1).sum()) == known
 
 
+@pytest.mark.parametrize("change", ["answers", "labels"])
+def test_references_are_not_those_of_other_pairs_with_as_many_tokens(chat: str, tmp_path: Path, change: str) -> None:
+    row = {"prompt": [ASK], "chosen": [BLUE, ASK, GREEN], "rejected": [GREEN, ASK, BLUE]}
+    before = made(chat, tmp_path, row, row)
+    before.setup("fit")
+    before.train_dataloader()
+    if change == "answers":
+        row = row | {"chosen": row["rejected"], "rejected": row["chosen"]}
+    now = made(chat, tmp_path, row, row, train_on="last" if change == "labels" else "responses")
+    now.setup("fit")
+    now.load_state_dict(before.state_dict())
+    with pytest.raises(
+        ConfigError, match="the checksum of the pairs was .*, now it is .*; use the settings of the run"
+    ):
+        now.train_dataloader()
+
+
 @pytest.mark.parametrize("color", [False, True])
 def test_the_preview_shows_both_answers(
     chat: str, tmp_path: Path, color: bool, capsys: pytest.CaptureFixture[str]
@@ -233,6 +251,7 @@ def test_the_preview_shows_both_answers(
     assert re.search(r"row 1, rejected: \d+ tokens, 15 compared", out)
     assert "learned: chosen answers rather than rejected ones" in out
     assert "1 pairs of up to 1,024 tokens for each answer" in out
+    assert "goes on in another sequence" not in out
     assert color or "«Green, mostly.</s>»" in out
     assert "Green" in saved.read_text()
 
@@ -243,3 +262,19 @@ def test_validation_without_training(folder: str, tmp_path: Path) -> None:
     run.validate(FineTune(folder, lora=LoraArgs(r=2)), datamodule=made(folder, tmp_path, *rows, validation_rows=3))
     assert run.callback_metrics["val_loss"] == pytest.approx(-torch.tensor(0.5).log().item())
     assert run.callback_metrics["val_rewards/margins"] == 0
+
+
+def test_validation_by_the_command_line_speaks_of_pairs(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(folder, tmp_path, *[{"prompt": "p", "chosen": "c" * n, "rejected": "r"} for n in range(1, 6)])
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"base: [configs/base.yaml, configs/lora.yaml, configs/data/preference.yaml]\nmodel: {{name: {folder}}}\n"
+        "trainer: {accelerator: cpu, strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memory: 4MB}}}\n"
+        f"data: {{path: {tmp_path / 'pairs.jsonl'}, max_length: 64}}\n"
+    )
+    assert main(["validate", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "val_loss 0.693147  (rewards/chosen 0, rewards/rejected 0, rewards/accuracies 0, rewards/margins 0," in out
