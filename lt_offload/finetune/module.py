@@ -43,7 +43,7 @@ from lt_offload.finetune.optimizers import (
     mean_over,
     undivided,
 )
-from lt_offload.finetune.preferences import BETA, METRICS, add_references, check_pairs, pair_loss, reference_log_probs
+from lt_offload.finetune.preferences import BETA, METRICS, check_pairs, pair_loss, reference_log_probs, with_references
 from lt_offload.finetune.processes import is_first, mean, several, total
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.finetune.unused import as_written, refuse_unused
@@ -216,7 +216,6 @@ class FineTune(LightningModule):
         """Tokens of the present update, the divisor of its losses."""
         self._untold: Tensor | None = None
         """Tokens of the present update, kept from the batch of a subclass's step for a call of this class's."""
-        self._has_references = False
         self._optimizer_settings: dict[str, Any] | None = None
         """Settings of the optimizer; None: there is none yet, or a subclass has made another."""
 
@@ -372,10 +371,9 @@ class FineTune(LightningModule):
                 stacklevel=2,
             )
 
+    @with_references
     def on_train_start(self) -> None:
-        """Add references of pairs, which the loss of DPO needs; warn if the learning rate never rises to ``lr``."""
-        add_references(self.trainer)
-        self._has_references = True
+        """Warn if the learning rate never rises to ``lr``."""
         total = self.trainer.estimated_stepping_batches
         if 0 < self.warmup_steps >= total:
             _log.warning(
@@ -385,9 +383,11 @@ class FineTune(LightningModule):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        owner = next(base for base in cls.__mro__ if "training_step" in vars(base))
-        if owner is cls or not issubclass(owner, FineTune):  # of a mixin
-            cls.training_step = _untold(cls.training_step)  # type: ignore[method-assign]
+        wrappers: dict[str, Callable[..., Any]] = {"training_step": _untold, "on_train_start": with_references}
+        for name, wrap in wrappers.items():
+            owner = next(base for base in cls.__mro__ if name in vars(base))
+            if owner is cls or not issubclass(owner, FineTune):  # of a mixin
+                setattr(cls, name, wrap(getattr(cls, name)))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss per token, scaled so that Lightning's mean over batches is that of the update.
@@ -399,8 +399,6 @@ class FineTune(LightningModule):
         if batch_idx % count == 0:
             self._losses = []  # as gradients are forgotten that have led to no update
         batch = dict(batch)
-        if REFERENCE in batch and not (self._has_references or self.trainer.sanity_checking):
-            raise ConfigError(f"{type(self).__name__}.on_train_start: pairs need super().on_train_start() in it")
         tokens, self._untold = batch.pop(TOKENS, self._untold), None
         if self.loss_average == "batches" or REFERENCE in batch:
             tokens = None

@@ -7,6 +7,8 @@ pair, so that a training step has one forward, which is what a plan is made for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,3 +141,14 @@ def add_references(trainer: Any) -> None:
     clear()
     if count:
         say(f"reference: {count:,} pairs, by the model without adapters")
+
+
+def with_references(on_train_start: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return ``on_train_start`` behind :func:`add_references`: that of a subclass may not call its base's."""
+
+    @wraps(on_train_start)
+    def hook(module: FineTune) -> None:
+        add_references(module.trainer)
+        on_train_start(module)
+
+    return hook
