@@ -309,10 +309,7 @@ def test_page_tables_of_locked_memory_are_counted(target: Target, device: torch.
         assert after - before <= driver.page_table_bytes(host.nbytes) + 4 * MIB
 
 
-def test_the_memory_node(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:  # an older torch does not say where on the bus a GPU is
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: object())
-        assert memory_node_of(device).about
+def test_the_memory_node(device: torch.device) -> None:
     node = memory_node_of(device)
     assert node.about
     done: list[int] = []
