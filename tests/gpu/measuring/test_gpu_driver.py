@@ -62,9 +62,8 @@ def test_what_a_user_has_configured_is_left_alone(
     assert float(torch.ones(MIB, device=device).sum()) == MIB
 
 
-@pytest.mark.parametrize("missing", [False, True], ids=["refused", "older torch"])
 def test_a_driver_that_does_not_map_pages_keeps_segments_of_fixed_size(
-    missing: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -72,12 +71,9 @@ def test_a_driver_that_does_not_map_pages_keeps_segments_of_fixed_size(
         raise RuntimeError("CUDA driver error: operation not supported")
 
     monkeypatch.setattr(driver, "_try_allocator", refuse)
-    if missing:
-        monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
-    else:
-        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
     assert not driver.use_expandable_segments(device)
-    assert asked == ([] if missing else ["expandable_segments:True", "expandable_segments:False"])
+    assert asked == ["expandable_segments:True", "expandable_segments:False"]
 
 
 def test_a_refusal_of_the_driver_itself(target: Target, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
