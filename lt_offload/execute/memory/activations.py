@@ -413,7 +413,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         stay = {address_of(t.untyped_storage()) for t in staying} if offloader is not None else ()
         moves = _has_elements if offloader is not None and offloader.everything else travels
 
-        def pack_strided(tensor: Tensor) -> Callable[[], Tensor]:
+        # Weakly: a function that knows itself is a cycle, and holds what a forward has saved when its loss is gone.
+        hooks: Any = weakref.ref(self)
+
+        def pack(tensor: Tensor) -> Callable[[], Tensor]:
+            if tensor.layout is not torch.strided:
+                return partial(SparseParts(tensor, hooks().pack_hook).unpack, call)
             # By address, not by identity: what a linear layer saves is weight.t(), a new tensor every time.
             address = tensor.data_ptr()
             index = bisect_right(starts, address) - 1
@@ -427,12 +432,6 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                 # Without a graph, as a saved output would hold the node that holds it: a cycle that no collector sees.
                 return repeat(_bare(tensor)).__next__
             return offloader.take(tensor)
-
-        # Two functions, as one that knows itself would be a cycle, and hold all that was saved of a forward for long.
-        def pack(tensor: Tensor) -> Callable[[], Tensor]:
-            if tensor.layout is torch.strided:
-                return pack_strided(tensor)
-            return partial(SparseParts(tensor, pack_strided).unpack, call)
 
         # Where a compiled block's graph breaks, operations run uncompiled, and torch would compile the hooks they call.
         skip_in_dynamo(pack)
