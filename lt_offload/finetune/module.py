@@ -460,7 +460,8 @@ class FineTune(LightningModule):
                 matrix = parameter.ndim > 1 or name.replace(_OF_FSDP, "") in self._matrices
                 groups[0 if matrix else 1]["params"].append(parameter)
         groups = [group for group in groups if group["params"]]
-        self._optimizer_settings = self._settings_of_optimizer()
+        pairs = getattr(getattr(trainer_of(self), "datamodule", None), "pairs", False)
+        self._optimizer_settings = self._settings_of_optimizer(form=pairs)
         optimizer = self.make_optimizer(groups)
         total = self.trainer.estimated_stepping_batches
         if math.isinf(total) and self.schedule != "constant":
@@ -532,7 +533,7 @@ class FineTune(LightningModule):
         """
         if type(self).configure_optimizers is not FineTune.configure_optimizers:
             return None
-        settings = self._settings_of_optimizer()
+        settings = self._settings_of_optimizer(form=True)
         before = checkpoint.get(_OPTIMIZER)
         if not before:
             states = checkpoint.get("optimizer_states") or [{}]
@@ -547,11 +548,12 @@ class FineTune(LightningModule):
                 )
         return before["lr"] if before.get("lr", settings["lr"]) != settings["lr"] else None
 
-    def _settings_of_optimizer(self) -> dict[str, Any]:
+    def _settings_of_optimizer(self, *, form: bool) -> dict[str, Any]:
         names = ["optimizer", "lr", "weight_decay", "master_weights", "stochastic_rounding"]
         # One that is newer than some checkpoints is in those only that were trained with it.
         names += ["state_dtype"] if self.state_dtype is not None else []
         settings = {name: getattr(self, name) for name in names}
+        settings |= {"dtype": self.model_dtype, "quantize": self.quantize} if form else {}  # references are of it
         return settings | ({"betas": [*self.betas]} if self.optimizer in WITH_BETAS else {})
 
     def _means(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 BETA = 0.1
-"""What is usual for ``dpo_beta``."""
+"""The usual ``dpo_beta``."""
 _REWARDS = ("chosen", "rejected", "accuracies", "margins")
 METRICS = (*(f"rewards/{name}" for name in _REWARDS), "logps/chosen", "logps/rejected")
 """Figures of a batch beside its loss, as TRL calls them: means over its pairs."""

@@ -108,7 +108,7 @@ _ALONE = {"_to_copy", "alias", "detach", "lift_fresh", "copy_", "fill_", "zero_"
 _ALONE |= {"zeros_like", "ones_like", "full_like", "rand_like", "empty_like"}
 """Operations on each number alone that torch does not mark as such."""
 _FORMS = {"view", "_unsafe_view", "reshape", "expand", "_reshape_alias"}
-"""What keeps the order of numbers: tokens stay the first dimensions if these have the sizes for it."""
+"""Operations that keep the order of numbers: tokens stay the first dimensions if these have the sizes for it."""
 _ALONG = {"mean", "sum", "amax", "amin", "var", "std", "var_mean", "linalg_vector_norm", "_softmax", "_log_softmax"}
 _ALONG |= {"cat", "stack", "split", "split_with_sizes", "chunk", "unbind", "slice", "select", "squeeze", "unsqueeze"}
 _ALONG |= {"transpose", "glu", "topk", "sort", "argmax", "cumsum"}
@@ -129,7 +129,7 @@ class _TokenWise(OperationMode):
         self._weights = {*module.parameters()}
         self._inputs = {address_of(x.untyped_storage()) for x in inputs}
         self._alive = [*inputs]
-        """What depends on the inputs, for as long as addresses of storages shall tell."""
+        """Tensors that depend on the inputs, for as long as addresses of storages shall tell."""
         self._known = set(self._inputs)
         self._blank: set[int] = set()
         """Storages without numbers yet, which code that no mode sees might write."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lt_offload import OffmateStrategy
-from lt_offload.errors import InfeasibleError
+from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.finetune.adapters import LoraArgs
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
@@ -231,6 +231,16 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(
     run = fit(strategy(after), folder, ckpt=tmp_path / "begun.ckpt")
     assert alike([*begun.module.losses, *run.module.losses], stock().module.losses)
     assert state_differences(stock(), run) == []
+
+
+@pytest.mark.parametrize("form", [{"quantize": "nf4"}, {"dtype": "bfloat16"}])
+def test_references_of_weights_in_another_form_are_not_gone_on_with(
+    folder: Path, tmp_path: Path, form: dict[str, str]
+) -> None:
+    fit("auto", folder, max_steps=1).trainer.save_checkpoint(tmp_path / "one.ckpt")
+    [(name, value)] = form.items()
+    with pytest.raises(ConfigError, match=f"model.{name}={value} cannot take effect"):
+        fit("auto", folder, ckpt=tmp_path / "one.ckpt", **form)
 
 
 @pytest.mark.slow
