@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from math import inf
 
-from lt_offload.plan.papers.pofo.chain import Chain, ChainLayer, Operation, memory, walk
+from lt_offload.plan.papers.pofo.chain import Chain, ChainLayer, Operation
+from tests.support.profiles.pofo_walk import memory, walk
 
 Operations = tuple[Operation, ...]
 

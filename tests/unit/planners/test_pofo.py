@@ -14,7 +14,7 @@ from lt_offload.plan.assembly.just_in_time import Misfit
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation
 from lt_offload.plan.iteration.memory import device_bytes
-from lt_offload.plan.papers.pofo.chain import Chain, Operation, memory, sequential, walk
+from lt_offload.plan.papers.pofo.chain import Chain, Operation, kept_bytes, sequential
 from lt_offload.plan.papers.pofo.convert import as_chain, as_decisions
 from lt_offload.plan.papers.pofo.program import ChainProgram
 from lt_offload.plan.papers.pofo.propose import propose_pofo
@@ -27,12 +27,14 @@ from lt_offload.schema.profile import OptionProfile, Profile
 from tests import sampling
 from tests.support.profiles.by_hand import built
 from tests.support.profiles.pofo_brute import fluid_s, from_scratch, random_chain, rematerialised_s, sequences
+from tests.support.profiles.pofo_walk import memory, walk
 from tests.support.profiles.small import HUGE, chained, small_profile
 
 
 def bounds(chain: Chain) -> tuple[int, int]:
     """The memory to begin every backward from the input, and to keep everything."""
     low, high = (max(memory(walk(made(chain), chain))) for made in (from_scratch, sequential))
+    assert high == kept_bytes(chain)
     return low, high
 
 

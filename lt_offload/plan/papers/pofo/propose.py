@@ -13,7 +13,7 @@ from itertools import islice
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
-from lt_offload.plan.papers.pofo.chain import Chain, Operation, memory, sequential, walk
+from lt_offload.plan.papers.pofo.chain import Chain, Operation, kept_bytes, sequential
 from lt_offload.plan.papers.pofo.convert import as_chain, as_decisions
 from lt_offload.plan.papers.pofo.program import ChainProgram
 from lt_offload.plan.planners.request import Allowed, NotApplicable, Proposal, Request
@@ -88,14 +88,13 @@ def _allowed(request: Request) -> Allowed:
 
 def _sequences(chain: Chain, capacity_bytes: int, request: Request) -> Iterator[Iterator[tuple[Operation, ...]]]:
     """Yield sequences for one mix after the other; within a mix, those for more memory, which are faster, first."""
-    high = max(memory(walk(sequential(chain), chain)))
     # The finest slots for which there is time: it grows with their third power and the square of the layers.
     most = (min(_SOLVE_SECONDS, request.settings.time_limit / 2) / (_SLOT_SECONDS * len(chain.layers) ** 2)) ** (1 / 3)
     for offload, recompute in _MIXES:
         if (request.settings.activation_offload or not offload) and (request.settings.recompute or not recompute):
             yield ChainProgram(
                 chain,
-                memory_bytes=min(int(_SURPLUS * capacity_bytes), high),
+                memory_bytes=min(int(_SURPLUS * capacity_bytes), kept_bytes(chain)),
                 slots=min(max(int(most), _FEWEST_SLOTS), _MOST_SLOTS),
                 offload=offload,
                 recompute=recompute,
