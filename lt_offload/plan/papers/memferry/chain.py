@@ -62,7 +62,6 @@ def _weight(profile: Profile, index: int, computed: Sequence[Computation]) -> Me
         transfer_s=tensor.bytes / hardware.h2d_bytes_per_s,
         forward_s=float("inf"),
         gradient_bytes=tensor.bytes,
-        gradient_transfer_s=tensor.bytes / hardware.d2h_bytes_per_s,
         gradient_s=tensor.zero_copy.grad_s if tensor.zero_copy else float("inf"),
     )
     # Without figures, or with uses in several layers, of which the chain's weight has one: it is copied.

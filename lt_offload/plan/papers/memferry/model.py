@@ -1,8 +1,8 @@
 """MemFerry (2024) on paper: a chain of layers whose weights are copied to the device or read in host memory.
 
-The paper's layers have one tensor; here a layer has any number, each copied or read directly. Copies use one link per
-direction, first come first served, in the order in which the computations need them. Direct reads cross the link
-to the device as well, which the paper leaves out: with ``read_s`` of zero it is as there.
+The paper's layers have one tensor; here a layer has any number, each copied or read directly. Copies to the device use
+one link, first come first served, in the order in which the computations need them. Direct reads cross it as well,
+which the paper leaves out: with ``read_s`` of zero it is as there.
 
 Which weights the forward reads directly is an optimum by dynamic programming; algorithm 1 of the paper decides layer by
 layer and goes back once. Some of those are copied for the backward after all: the paper speaks of a greedy algorithm
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +47,6 @@ class MemFerryWeight:
     backward_read_s: float = 0.0
     """The same in the backward."""
     gradient_bytes: int = 0
-    gradient_transfer_s: float = 0.0
-    """To copy its gradient to the host."""
     gradient_s: float = 0.0
     """Seconds that the backward takes longer if it writes the gradient to host memory itself, ``T_GBP - T_CBP``."""
 
@@ -61,15 +60,11 @@ class MemFerryLayer:
     weights: tuple[MemFerryWeight, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forward:
-    """Times of computations and copies of the forward, from its first moment on."""
+class Forward(NamedTuple):
+    """Ends of the computations and copies of the forward, from its first moment on."""
 
-    starts: tuple[float, ...]
-    """Per layer."""
     ends: tuple[float, ...]
-    copies: tuple[float, ...]
-    """Per layer: when the copies of its weights begin."""
+    """Per layer."""
     link_s: float
     """The moment from which on the link to the device is free."""
 
@@ -79,29 +74,14 @@ class Forward:
         return self.ends[-1] if self.ends else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardReads:
-    """The end of the backward, from the first moment of the forward on."""
-
-    compute_s: float
-    arrivals: tuple[float, ...]
-    """Per layer: when its gradients are on the host."""
-
-
-def uniform(layers: Sequence[MemFerryLayer], decision: bool) -> CopiedWeights:
-    """Return the same decision for every weight that leaves a choice; what has to be copied is copied."""
-    return tuple(tuple(decision or w.forward_s == float("inf") for w in layer.weights) for layer in layers)
-
-
 def forward(layers: Sequence[MemFerryLayer], copied: CopiedWeights) -> Forward:
     """Run the forward: a layer starts when the one before has ended and its ``copied`` weights have arrived.
 
     Direct reads take their time on the link before any copy for a later layer.
     """
     time = link = 0.0
-    starts, ends, copies = [], [], []
+    ends = []
     for layer, brought in zip(layers, copied, strict=True):
-        copies.append(link)
         seconds, reads = layer.forward_s, 0.0
         for weight, is_copied in zip(layer.weights, brought, strict=True):
             if is_copied:
@@ -109,33 +89,25 @@ def forward(layers: Sequence[MemFerryLayer], copied: CopiedWeights) -> Forward:
             else:
                 seconds += weight.forward_s
                 reads += weight.forward_read_s
-        starts.append(max(time, link) if any(brought) else time)
-        time = starts[-1] + seconds
+        time = (max(time, link) if any(brought) else time) + seconds
         ends.append(time)
         link += reads
-    return Forward(starts=tuple(starts), ends=tuple(ends), copies=tuple(copies), link_s=link)
+    return Forward(tuple(ends), link)
 
 
-def backward(
-    layers: Sequence[MemFerryLayer],
-    copied: CopiedWeights,
-    switched: Collection[Position] = (),
-    written: Collection[Position] = (),
-) -> BackwardReads:
-    """Run the backward after the forward.
+def backward_end(layers: Sequence[MemFerryLayer], copied: CopiedWeights, switched: Collection[Position] = ()) -> float:
+    """Return the end of the backward's computations, from the first moment of the forward on.
 
     Args:
         layers: the chain.
         copied: the weights that were copied before the forward and are still there (GFGB).
         switched: weights read directly in the forward and copied after it (DFGB), the deepest first and none before
             its own forward has ended; their backwards wait for them.
-        written: weights whose gradients the backward writes to host memory itself; the others are copied.
     """
     before = forward(layers, copied)
-    time, link, out = before.seconds, before.link_s, 0.0
-    arrivals: list[float] = []
+    time, link = before.seconds, before.link_s
     for at in reversed(range(len(layers))):
-        seconds, reads, gradients = layers[at].backward_s, 0.0, 0.0
+        seconds, reads = layers[at].backward_s, 0.0
         for index, (weight, was_copied) in enumerate(zip(layers[at].weights, copied[at], strict=True)):
             if (at, index) in switched:
                 # The copy waits for the end of the layer's own forward, which reads the weight in host memory.
@@ -144,16 +116,9 @@ def backward(
             elif not was_copied:
                 seconds += weight.backward_s
                 reads += weight.backward_read_s
-            if (at, index) in written:
-                seconds += weight.gradient_s
-            else:
-                gradients += weight.gradient_transfer_s
         time += seconds
         link += reads
-        if gradients:
-            out = max(out, time) + gradients
-        arrivals.append(out if gradients else time)
-    return BackwardReads(compute_s=time, arrivals=tuple(reversed(arrivals)))
+    return time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,10 +239,10 @@ def switched_weights(layers: Sequence[MemFerryLayer], copied: CopiedWeights) -> 
     weight_of = {place: layers[place[0]].weights[place[1]] for place in candidates}
     candidates.sort(key=lambda place: -_rate(weight_of[place]))
     switched: frozenset[Position] = frozenset()
-    seconds = backward(layers, copied).compute_s
+    seconds = backward_end(layers, copied)
     for place in candidates:
         # Greedy, each kept only if the whole backward ends earlier: a copy may hold up one that is needed sooner.
-        attempt = backward(layers, copied, switched | {place}).compute_s
+        attempt = backward_end(layers, copied, switched | {place})
         if attempt < seconds * (1 - _WORTH):
             switched, seconds = switched | {place}, attempt
     return switched

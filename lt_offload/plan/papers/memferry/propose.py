@@ -25,7 +25,6 @@ from lt_offload.plan.papers.memferry.model import (
     best_forward,
     kept_gradients,
     switched_weights,
-    uniform,
 )
 from lt_offload.plan.papers.memferry.savings import Given, savings, with_savings
 from lt_offload.plan.planners.ladder import ladder
@@ -276,7 +275,7 @@ def _best(costs: ProfileChain) -> CopiedWeights:
 
 
 def _all(costs: ProfileChain) -> CopiedWeights:
-    return uniform(costs.layers, True)
+    return tuple((True,) * len(layer.weights) for layer in costs.layers)
 
 
 def _place(tensor: TensorProfile) -> UpdatePlace:
