@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import lt_offload
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan import Plan
-from lt_offload.plan.planners.lp import Pair, add, pairs
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.model import LinearProgram
-from lt_offload.plan.planners.offmate.program import solve_offmate
-from lt_offload.plan.planners.offmate.solution import Group
-from lt_offload.schema.profile import BlockProfile, Profile
+from lt_offload.schema.profile import Profile
+from scripts.papers.offmate_program import PAPER, PaperProgram, solve_offmate
 from scripts.papers.profiles import GB, llama7b_b4, llama7b_b8_3090
 from scripts.papers.rows import Row, Section
 
@@ -50,28 +46,6 @@ MISSING = (
     "measured times: the authors' runs wait for each other at every step and step whole layers, which neither their "
     "program nor this simulation counts, so ours are below the published ones",
 )
-
-
-PAPER: dict[str, Any] = {"phi": 1.0, "lag": 0, "lookahead": 0, "pools": "shared", "idle_states": False}
-"""How the paper's runtime copies and allocates, as arguments of OffmateConfig."""
-
-
-class PaperProgram(LinearProgram):
-    """The program of the paper's runtime, which differs from the engine's in what it does on the host."""
-
-    late_update = False
-
-    def count_launch(self, step: int, block: BlockProfile) -> None:
-        """Count it in the step's time on the host, which cannot update meanwhile (23)."""
-        add(self.host[step], [(self._duration(block.launch_s), 1.0)])
-
-    def gradient_peak(self, group: Group) -> float:
-        """Return 1: the update follows the whole backward of the block."""
-        return 1.0
-
-    def gradients_on_host(self) -> list[Pair]:
-        """Return terms for the host memory of gradients: each has its own."""
-        return [pair for row in self.arriving.values() for pair in pairs(row)]
 
 
 def sections() -> Iterator[Section]:

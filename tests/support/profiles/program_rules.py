@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import LinearProgram
-from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solution
+from lt_offload.plan.planners.offmate.solution import Group
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
-from scripts.papers.offmate import PaperProgram
+from scripts.papers.offmate_program import PaperProgram, SolvedFlows, SolvedProgram
 from tests.support.profiles.fixtures import ADAM_3060, GB, RTX_3060, option, tensor
 
 KINDS = ("plain", "tied", "half", "lora", "frozen start")
@@ -78,11 +78,11 @@ def random_options(rng: np.random.Generator) -> tuple[OptionProfile, ...]:
     return (keep, recompute, replace(offload, keeps_input=bool(rng.integers(2))))[: int(rng.integers(1, 4))]
 
 
-def chosen_options(profile: Profile, solution: Solution) -> list[OptionProfile]:
+def chosen_options(profile: Profile, solution: SolvedProgram) -> list[OptionProfile]:
     return [block.option(name) for block, name in zip(profile.blocks, solution.options, strict=True)]
 
 
-def host_bytes(profile: Profile, solution: Solution, program: type[LinearProgram] = LinearProgram) -> float:
+def host_bytes(profile: Profile, solution: SolvedProgram, program: type[LinearProgram] = LinearProgram) -> float:
     """All parameters and states (of the paper those that travel), the host's gradients, offloaded activations."""
     total = 0.0
     gradients: dict[int, float] = defaultdict(float)
@@ -97,14 +97,14 @@ def host_bytes(profile: Profile, solution: Solution, program: type[LinearProgram
 
 
 def peak_bytes(
-    profile: Profile, config: OffmateConfig, solution: Solution, program: type[LinearProgram] = LinearProgram
+    profile: Profile, config: OffmateConfig, solution: SolvedProgram, program: type[LinearProgram] = LinearProgram
 ) -> float:
     arena, other = device_bytes(profile, config, solution, program)
     return float(arena.max() + other.max() if config.pools == "split" else (arena + other).max())
 
 
 def violations(
-    profile: Profile, config: OffmateConfig, solution: Solution, program: type[LinearProgram] = LinearProgram
+    profile: Profile, config: OffmateConfig, solution: SolvedProgram, program: type[LinearProgram] = LinearProgram
 ) -> list[str]:
     """Return the broken rules, in words."""
     found: list[str] = []
@@ -129,7 +129,7 @@ def violations(
     return found
 
 
-def broken_weights(profile: Profile, group: Group, flows: GroupFlows) -> list[str]:
+def broken_weights(profile: Profile, group: Group, flows: SolvedFlows) -> list[str]:
     steps, found = 2 * len(profile.blocks), []
     share = group.trainable_bytes / group.bytes
     valid = 1 - share + share * flows.host_share
@@ -149,7 +149,7 @@ def broken_weights(profile: Profile, group: Group, flows: GroupFlows) -> list[st
     return found
 
 
-def broken_updates(group: Group, flows: GroupFlows) -> list[str]:
+def broken_updates(group: Group, flows: SolvedFlows) -> list[str]:
     found = []
     first_use = (group.first_forward - group.last_backward) % len(flows.resident)
     share = group.trainable_bytes / group.bytes
@@ -170,7 +170,7 @@ def broken_updates(group: Group, flows: GroupFlows) -> list[str]:
     return found
 
 
-def broken_states(group: Group, flows: GroupFlows) -> list[str]:
+def broken_states(group: Group, flows: SolvedFlows) -> list[str]:
     if not group.state_bytes:
         return []
     found, steps, here = [], len(flows.resident), 1 - flows.host_share
@@ -188,7 +188,7 @@ def broken_states(group: Group, flows: GroupFlows) -> list[str]:
 
 
 def device_bytes(
-    profile: Profile, config: OffmateConfig, solution: Solution, program: type[LinearProgram]
+    profile: Profile, config: OffmateConfig, solution: SolvedProgram, program: type[LinearProgram]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Weights and states, and everything else, per step."""
     number = len(profile.blocks)
@@ -217,7 +217,7 @@ def device_bytes(
 
 
 def gradient_bytes(
-    profile: Profile, group: Group, flows: GroupFlows, program: type[LinearProgram]
+    profile: Profile, group: Group, flows: SolvedFlows, program: type[LinearProgram]
 ) -> NDArray[np.float64]:
     steps = 2 * len(profile.blocks)
     total = np.zeros(steps)
@@ -238,7 +238,7 @@ def gradient_bytes(
 
 
 def least_step_s(
-    profile: Profile, config: OffmateConfig, solution: Solution, program: type[LinearProgram]
+    profile: Profile, config: OffmateConfig, solution: SolvedProgram, program: type[LinearProgram]
 ) -> NDArray[np.float64]:
     """What every step needs; copies of activations that may run in several steps are left out."""
     number = len(profile.blocks)

@@ -16,10 +16,7 @@ def random_solution(rng: np.random.Generator, profile: Profile) -> Solution:
         groups=found,
         flows=tuple(random_flows(rng, group, steps) for group in found),
         options=tuple(str(rng.choice([o.name for o in block.options])) for block in profile.blocks),  # type: ignore[misc]
-        step_s=(1.0,) * steps,
         iteration_s=float(steps),
-        bound_s=float(steps),
-        budget_bytes=1,
     )
 
 
@@ -41,9 +38,5 @@ def random_flows(rng: np.random.Generator, group: Group, steps: int) -> GroupFlo
         resident=level(),
         prefetch=flow(),
         write_back=flow(),
-        grad_offload=flow(),
-        host_update=flow(),
         state_resident=level(),
-        state_prefetch=flow(),
-        state_offload=flow(),
     )

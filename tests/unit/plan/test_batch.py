@@ -17,7 +17,7 @@ from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from scripts.papers.offmate import PAPER, PaperProgram
+from scripts.papers.offmate_program import PAPER, PaperProgram
 from tests.support.profiles.fixtures import GB, llama7b_b4
 from tests.support.profiles.small import small_profile
 

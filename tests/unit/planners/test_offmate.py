@@ -16,15 +16,9 @@ from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import LinearProgram
-from lt_offload.plan.planners.offmate.program import (
-    RelaxedPrograms,
-    lower_bound,
-    smallest_budget,
-    smallest_host_budget,
-    solve_offmate,
-)
+from lt_offload.plan.planners.offmate.program import RelaxedPrograms, lower_bound, smallest_budget
 from lt_offload.schema.profile import Profile
-from scripts.papers.offmate import PAPER, PaperProgram
+from scripts.papers.offmate_program import PAPER, PaperProgram, solve_offmate
 from tests import sampling
 from tests.support.profiles.fixtures import GB, llama7b_b4, with_bandwidth
 from tests.support.profiles.program_rules import host_bytes, peak_bytes, random_profile, violations
@@ -172,7 +166,6 @@ def test_unlimited_memory_leaves_computation_and_update() -> None:
     assert solution.iteration_s == pytest.approx(no_offload_s(free), rel=1e-6)
     assert set(solution.options) == {"keep"}
     assert sum(flows.prefetch.sum() + flows.state_prefetch.sum() for flows in solution.flows) == 0
-    assert solution.budget_bytes == peak_bytes(free, OffmateConfig(budget_bytes=None), solution)
     with_host = solve_offmate(free, OffmateConfig(budget_bytes=None))
     assert no_offload_s(free) - 0.2 < with_host.iteration_s < no_offload_s(free) - 0.01
 
@@ -201,35 +194,20 @@ def test_what_bounds_count_of_all_groups_together_raises_none(
 # What does not fit.
 
 
-def test_infeasible_device_budget_names_one_that_works() -> None:
+def test_the_smallest_budget_is_the_least_that_works() -> None:
     profile, config = llama7b_b4(4), paper(4)
-    with pytest.raises(InfeasibleError, match=r"llama7b-4.*memory=4 GB.*smallest that fits: memory=\d+MB") as caught:
+    with pytest.raises(InfeasibleError):
         solve_offmate(profile, config, PaperProgram)
-    needed = caught.value.needed_bytes
-    assert needed == smallest_budget(profile, config, PaperProgram)
+    needed = smallest_budget(profile, config, PaperProgram)
     assert solve_offmate(profile, replace(config, budget_bytes=needed), PaperProgram).iteration_s > 0
     with pytest.raises(InfeasibleError):
         lower_bound(profile, replace(config, budget_bytes=int(needed * 0.995)), PaperProgram)
 
 
-def test_infeasible_host_budget_names_both_ways_out() -> None:
-    profile, config = llama7b_b4(4), paper(5, host_budget_bytes=int(10 * GB))
-    least = smallest_host_budget(profile, config, PaperProgram)
-    with pytest.raises(InfeasibleError, match=r"memory=\d+MB with this host memory or host_memory=\d+MB") as caught:
-        solve_offmate(profile, config, PaperProgram)
-    assert solve_offmate(profile, replace(config, budget_bytes=caught.value.needed_bytes), PaperProgram).iteration_s > 0
-    assert solve_offmate(profile, replace(config, host_budget_bytes=least), PaperProgram).iteration_s > 0
-
-
 def test_host_budget_below_the_parameters() -> None:
     profile, config = llama7b_b4(4), paper(None, host_budget_bytes=int(3 * GB))
-    with pytest.raises(InfeasibleError, match=r"host copy of its parameters alone takes 4287MB"):
+    with pytest.raises(InfeasibleError, match="host memory is too small with any device memory"):
         smallest_budget(profile, config, PaperProgram)
-    with pytest.raises(InfeasibleError) as caught:
-        solve_offmate(profile, config, PaperProgram)
-    assert caught.value.needed_bytes is None
-    with pytest.raises(InfeasibleError, match=r"memory=1 GB is too small .* with any host memory"):
-        smallest_host_budget(profile, paper(1), PaperProgram)
 
 
 def test_a_time_limit_that_is_too_short_is_named() -> None:
@@ -294,7 +272,6 @@ def test_a_program_that_goes_on_from_another_budget_ends_where_a_new_one_does() 
         again = series.solution(int(budget), int(ram), 60.0)
         alone = RelaxedPrograms(profile, config).solution(int(budget), int(ram), 60.0)
         assert again.iteration_s == pytest.approx(alone.iteration_s, rel=1e-6)
-        assert again.budget_bytes == int(budget)
     with pytest.raises(InfeasibleError):
         series.solution(int(2e9), int(128e9), 60.0)
     assert series.solution(int(6e9), int(128e9), 60.0).iteration_s > 0

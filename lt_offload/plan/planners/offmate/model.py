@@ -75,14 +75,14 @@ from lt_offload.plan.planners.request import allowed_options, held_bytes
 from lt_offload.plan.planners.sharing import sharing_rows
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
 
-Objective = Literal["time", "device", "host"]
+Objective = Literal["time", "device"]
 
 
 class LinearProgram:
     """The program for one profile and configuration.
 
-    With objective ``device`` or ``host``, that budget is a variable to minimise and time does not matter. The methods
-    without underscore say how the engine executes; a subclass may describe another runtime.
+    With objective ``device``, its budget is a variable to minimise and time does not matter. The methods without
+    underscore say how the engine executes; a subclass may describe another runtime.
     """
 
     late_update = True
@@ -152,12 +152,11 @@ class LinearProgram:
 
     def limit(self, budget_bytes: int | None, host_budget_bytes: int | None) -> None:
         """Fix the budgets that are not minimised; both are variables, so that a solved program can begin again."""
-        fixed = (
-            ("device", self.device_budget, budget_bytes and room_within(budget_bytes, self.profile)),
-            ("host", self.host_budget, host_budget_bytes and host_budget_bytes - self.profile.hardware.process_bytes),
-        )
-        for objective, budget, count in fixed:
-            if budget is not None and count is not None and objective != self.objective:
+        fixed = [(self.host_budget, host_budget_bytes and host_budget_bytes - self.profile.hardware.process_bytes)]
+        if self.objective != "device":
+            fixed.append((self.device_budget, budget_bytes and room_within(budget_bytes, self.profile)))
+        for budget, count in fixed:
+            if budget is not None and count is not None:
                 budget.lowBound = budget.upBound = self._size(count)
 
     def _size(self, count: float) -> float:
@@ -451,14 +450,11 @@ class LinearProgram:
 
     def _limit_host(self) -> pulp.LpVariable | None:
         """Add C10; return the budget like :meth:`_limit_device`."""
-        budget: pulp.LpVariable | None = None
-        if self.objective == "host":
-            budget = self.problem.add_variable("budget", 0)
-        elif self.config.host_budget_bytes is not None:
-            budget = self.problem.add_variable("host_budget")
-        if budget is not None:
-            gradients = self.gradients_on_host()
-            require(self.problem, [*pairs(self.host_memory), *gradients, (-1, budget)], "<=")  # C10
+        if self.config.host_budget_bytes is None:
+            return None
+        budget = self.problem.add_variable("host_budget")
+        gradients = self.gradients_on_host()
+        require(self.problem, [*pairs(self.host_memory), *gradients, (-1, budget)], "<=")  # C10
         return budget
 
     def gradients_on_host(self) -> list[Pair]:
@@ -495,9 +491,8 @@ class LinearProgram:
             for row in (*self.work["h2d"], *self.work["d2h"]):
                 add(goal, [(self.config.traffic_weight * factor, term) for factor, term in row])
         else:
-            budget = self.device_budget if self.objective == "device" else self.host_budget
-            assert budget is not None
-            add(goal, [(1, budget)])
+            assert self.device_budget is not None
+            add(goal, [(1, self.device_budget)])
         self.problem.setObjective(goal)
 
 

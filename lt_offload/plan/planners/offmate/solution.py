@@ -63,16 +63,8 @@ class GroupFlows:
     """P: of all bytes, copied to the device during the step."""
     write_back: Flow
     """OW: of all bytes, updated weights copied to the host during the step."""
-    grad_offload: Flow
-    """OG: of the trainable bytes, gradients copied to the host."""
-    host_update: Flow
-    """OP: of the trainable bytes, updated by the host."""
     state_resident: Flow
-    """S: of the state bytes."""
-    state_prefetch: Flow
-    """PS: of the state bytes."""
-    state_offload: Flow
-    """OS: of the state bytes."""
+    """S: of the state bytes, behind the update step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +75,5 @@ class Solution:
     flows: tuple[GroupFlows, ...]
     options: tuple[OptionName, ...]
     """One per block."""
-    step_s: tuple[float, ...]
-    """Time per step."""
     iteration_s: float
     """Objective without tie-break terms."""
-    bound_s: float
-    """Value of the relaxation: a lower bound for every rounding of this program."""
-    budget_bytes: int
-    """The device budget the program was solved for (not necessarily the real one)."""
