@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.papers.weights.model import WeightChain, select_gaps
+from lt_offload.plan.papers.weights.model import select_gaps
 from scripts.papers.rows import Row, Section
-from scripts.papers.weights_problem import WeightLayer, l2l_s, schedule, weight_chain, weights_bound
+from scripts.papers.weights_problem import PaperChain, WeightLayer, l2l_s, schedule, weight_chain, weights_bound
 
 PAPER = "Weight offloading strategies for training large DNN models (Beaumont et al., 2022)"
 MIB, GIB = 1 << 20, 1 << 30
@@ -50,7 +50,7 @@ def sections() -> Iterator[Section]:
     yield _table_1()
 
 
-def gpt2(depth: int, batch_size: int, milliseconds: float, gib: float, gb_per_s: float = 12) -> WeightChain:
+def gpt2(depth: int, batch_size: int, milliseconds: float, gib: float, gb_per_s: float = 12) -> PaperChain:
     """Return GPT-2 as in table 1 with ``gib`` of memory, whose computations take ``milliseconds``."""
     weights = [EMBEDDING] + [LAYER] * (depth - 2)
     seconds = milliseconds / 1000 / len(weights)
@@ -66,7 +66,7 @@ def gpt2(depth: int, batch_size: int, milliseconds: float, gib: float, gb_per_s:
     return weight_chain(layers, memory=int(gib * GIB), bandwidth=gb_per_s * 1000 * MIB)
 
 
-def _greedy_s(chain: WeightChain, *, margin: int = 1, discount: bool = True) -> float | None:
+def _greedy_s(chain: PaperChain, *, margin: int = 1, discount: bool = True) -> float | None:
     """Return the seconds of the greedy algorithm with ``margin`` layers of free memory; None if that does not fit."""
     try:
         gaps = select_gaps(chain, margin=margin * LAYER, discount=discount)
@@ -75,7 +75,7 @@ def _greedy_s(chain: WeightChain, *, margin: int = 1, discount: bool = True) -> 
     return schedule(chain, gaps, discount=discount).period_s
 
 
-def _bound_s(chain: WeightChain) -> tuple[float, str]:
+def _bound_s(chain: PaperChain) -> tuple[float, str]:
     """Return the lower bound and how it was found."""
     for margin in (1, 2):
         found = _greedy_s(chain, margin=margin)

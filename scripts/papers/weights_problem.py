@@ -52,7 +52,23 @@ class WeightLayer:
     """Size of its output, held until the backward of the layer after it."""
 
 
-def weight_chain(layers: Sequence[WeightLayer], *, memory: int, bandwidth: float) -> WeightChain:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperChain(WeightChain):
+    """A problem with its durations and its link."""
+
+    seconds: tuple[float, ...]
+    """Duration per step."""
+    h2d: float
+    """Bytes per second to the device."""
+    d2h: float
+    """Bytes per second to the host."""
+
+    def layer_of(self, step: int) -> int:
+        """Return the layer that computes in ``step``."""
+        return min(step, self.steps - 1 - step)
+
+
+def weight_chain(layers: Sequence[WeightLayer], *, memory: int, bandwidth: float) -> PaperChain:
     """Return the problem ``OFF(L, memory, bandwidth)``.
 
     The working bytes are those of eq. 1 less the layer's own weight: the outputs of all layers up to it, and in the
@@ -60,9 +76,15 @@ def weight_chain(layers: Sequence[WeightLayer], *, memory: int, bandwidth: float
     """
     held = list(accumulate(layer.activation_bytes for layer in layers))
     backward = [total + layer.weight_bytes for total, layer in zip(held, layers, strict=True)]
-    return WeightChain(
-        weights=tuple(layer.weight_bytes for layer in layers),
-        seconds=(*(layer.forward_s for layer in layers), *(layer.backward_s for layer in reversed(layers))),
+    weights = tuple(layer.weight_bytes for layer in layers)
+    seconds = (*(layer.forward_s for layer in layers), *(layer.backward_s for layer in reversed(layers)))
+    return PaperChain(
+        weights=weights,
+        seconds=seconds,
+        compute_s=sum(seconds),
+        changed=weights,
+        states=(0,) * len(layers),
+        states_return=(True,) * len(layers),
         working=(*held, *reversed(backward)),
         memory=memory,
         h2d=bandwidth,
@@ -70,7 +92,7 @@ def weight_chain(layers: Sequence[WeightLayer], *, memory: int, bandwidth: float
     )
 
 
-def l2l_s(chain: WeightChain) -> float:
+def l2l_s(chain: PaperChain) -> float:
     """Return the seconds of an L2L iteration in closed form.
 
     Both fetches of every weight are exposed, and the copies to the host hide behind the next fetch and computation.
@@ -79,7 +101,7 @@ def l2l_s(chain: WeightChain) -> float:
 
 
 def weights_bound(
-    chain: WeightChain,
+    chain: PaperChain,
     *,
     relaxed: bool = True,
     time_limit: float = 60.0,
@@ -111,9 +133,9 @@ def weights_bound(
 
 
 class _Program:
-    def __init__(self, chain: WeightChain, *, whole: bool) -> None:
+    def __init__(self, chain: PaperChain, *, whole: bool) -> None:
         self.chain, self.whole = chain, whole
-        self.bytes_unit = float(chain.largest or 1)
+        self.bytes_unit = float(max(chain.weights) or 1)
         self.seconds_unit = chain.compute_s / chain.steps or self.bytes_unit / chain.h2d
         self.problem = Problem("weights")
         steps = range(chain.steps)
@@ -219,7 +241,7 @@ class Schedule:
     releases: tuple[Release, ...]
 
 
-def schedule(chain: WeightChain, gaps: Iterable[Gap], *, ahead: bool = True, discount: bool = True) -> Schedule:
+def schedule(chain: PaperChain, gaps: Iterable[Gap], *, ahead: bool = True, discount: bool = True) -> Schedule:
     """Return the steady state of ``chain`` with its weights absent in ``gaps``.
 
     Args:
@@ -278,7 +300,7 @@ class _Level:
 
 
 class _Run:
-    def __init__(self, chain: WeightChain, gaps: frozenset[Gap], ahead: bool, discount: bool) -> None:
+    def __init__(self, chain: PaperChain, gaps: frozenset[Gap], ahead: bool, discount: bool) -> None:
         self.chain, self.ahead, self.discount = chain, ahead, discount
         self.gone = {phase: {gap.layer for gap in gaps if gap.after == phase} for phase in ("forward", "backward")}
         self.paged = {gap.layer for gap in gaps}

@@ -63,12 +63,10 @@ class Setting:
             backward.append((option.backward_s if block.has_backward else 0.0) + update)
         return WeightChain(
             weights=tuple(sum(aligned(tensors[index].bytes) for index in owned) for owned in self.tensors),
-            seconds=(*forward, *reversed(backward)),
+            compute_s=sum((*forward, *reversed(backward))),
             # What the framework frees in one step is not there for weights in that step: the arena has one extent.
             working=(int(framework_bytes(decisions.usage(profile), profile).max()) + fixed,) * (2 * count),
             memory=max(capacity_bytes, 1),
-            h2d=profile.hardware.h2d_bytes_per_s,
-            d2h=profile.hardware.d2h_bytes_per_s,
             changed=tuple(trained),
             states=tuple(sum(state_room(tensors[index].state_bytes) for index in owned) for owned in self.tensors),
             states_return=tuple(not self.host or index == 0 for index in range(count)),

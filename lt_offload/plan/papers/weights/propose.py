@@ -129,7 +129,7 @@ def _selections(request: Request) -> tuple[list[_GreedySelection], int]:
                 break
             for margin in _MARGINS[where]:
                 try:
-                    gaps = select_gaps(chain, margin=margin * chain.largest)
+                    gaps = select_gaps(chain, margin=margin * max(chain.weights))
                 except InfeasibleError as error:
                     short = min(short, error.needed_bytes or short)
                     break
