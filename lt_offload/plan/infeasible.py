@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.iteration.memory import lasting_host_bytes
-from lt_offload.plan.planners.baselines import resident_decisions, smallest
+from lt_offload.plan.planners.baselines import fits, resident_decisions, smallest_for
 from lt_offload.plan.planners.request import Allowed, Request, allowed_options
-from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
 from lt_offload.units import format_bytes
 
@@ -18,15 +17,15 @@ _LONG, _TILE = 4096, 2048
 """A sequence of so many tokens is helped by tiles of so many, which are large enough for the rate of products."""
 
 
-def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleError:
-    """Return the error for a request that no plan of ``planner`` fits into."""
-    profile, allowed = request.profile, request.allowed
+def explain_infeasible(request: Request) -> InfeasibleError:
+    """Return the error for a request that no plan of its planner fits into."""
+    profile, allowed, planner = request.profile, request.allowed, request.settings.planner
     length = f" and sequence_length={profile.sequence_length}" if profile.sequence_length > 1 else ""
     case = f"{profile.model} with batch_size={profile.batch_size}{length}"
     # The setting is the machine's, and plans count what one of its processes takes.
     count = profile.processes
     memory, ram = format_bytes(request.budget_bytes), format_bytes(count * request.host_budget_bytes)
-    least = smallest(profile, allowed, host_update=request.settings.host_update, host_budget=request.host_budget_bytes)
+    least = smallest_for(request)
     if least is None:
         needed_ram = count * smallest_ram(profile, allowed)
         return InfeasibleError(
@@ -49,7 +48,7 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
             "does",
             needed_bytes=least.device_bytes,
         )
-    ways = [f"memory={as_setting(least.device_bytes)} is enough", *_smaller_inputs(profile, request)]
+    ways = [f"memory={as_setting(least.device_bytes)} is enough", *_smaller_inputs(request)]
     if not profile.tile_tokens and profile.sequence_length >= _LONG:
         whole = " with model.kernels=null" if profile.kernels else ""  # modules with kernels of their own stay whole
         ways.append(f"tile_tokens={_TILE}{whole} lets MLPs and norms take so many tokens at a time")
@@ -139,22 +138,19 @@ def _as(tensor: TensorProfile, dtype: str, weight: int, state: int) -> TensorPro
     return replace(tensor, dtype=dtype, bytes=count * weight, state_bytes=count * state, sum_bytes=0)
 
 
-def _smaller_inputs(profile: Profile, request: Request) -> Iterator[str]:
+def _smaller_inputs(request: Request) -> Iterator[str]:
     """Yield the largest batch and sequence that fit, if activations are proportional to them."""
+    profile = request.profile
     for name, present in (("batch_size", profile.batch_size), ("sequence_length", profile.sequence_length)):
         low, high = 0, present
         # Halving ends at a part of what was asked: the answer is an estimate.
         while high - low > max(1, present // 64):
             middle = (low + high) // 2
-            low, high = (middle, high) if _fits(_scaled(profile, middle / present), request) else (low, middle)
+            part = _scaled(profile, middle / present)
+            allowed = tuple(allowed_options(block, request.settings) for block in part.blocks)
+            low, high = (middle, high) if fits(replace(request, profile=part, allowed=allowed)) else (low, middle)
         if low:
             yield f"or {name}={low} (estimated)"
-
-
-def _fits(profile: Profile, request: Request) -> bool:
-    allowed = tuple(allowed_options(block, request.settings) for block in profile.blocks)
-    least = smallest(profile, allowed, host_update=request.settings.host_update, host_budget=request.host_budget_bytes)
-    return least is not None and least.device_bytes <= request.budget_bytes
 
 
 def _scaled(profile: Profile, ratio: float) -> Profile:

@@ -19,11 +19,11 @@ from lt_offload.plan.papers.memferry.propose import propose_memferry
 from lt_offload.plan.papers.pofo.propose import propose_pofo
 from lt_offload.plan.papers.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.planners.baselines import (
-    Smallest,
+    fits,
     no_offload_s,
     option_sets,
     resident_decisions,
-    smallest,
+    smallest_for,
     streaming_decisions,
 )
 from lt_offload.plan.planners.candidates import Candidates
@@ -169,7 +169,11 @@ def make_plan(
         return _chunked(plan, profile, "the run began so") if plan.chunk_tokens else plan
     except InfeasibleError as error:
         chunked = _with_chunks_only(profile)
-        if exact or chunked is None or not settings.recompute or _fits(first, settings):
+        request = _request(first, settings)
+        if exact or chunked is None or not settings.recompute:
+            raise
+        # Where the RAM is what is missing, chunks do not help.
+        if smallest_for(request) is None or fits(request):
             raise
         left = max(settings.time_limit - (time.monotonic() - began), _LEAST_S)
         try:
@@ -217,9 +221,7 @@ def least_s(profile: Profile, settings: Settings) -> float:
         program = partial(PassProgram, whole=profile, window=passes)
         ram = settings.host_budget(profile.hardware) - kept_in_ram(profile, passes)
         profile, settings = without_gradients(profile), replace(for_one(settings), host_memory=max(ram, 1))
-    request = _request(profile, settings)
-    config = offmate_config(profile, settings, reach=_reach(profile))
-    return passes * _Selection(request, config, settings.planner, program).least_s
+    return passes * _Selection(profile, settings, program).least_s
 
 
 def relaxed_s(profile: Profile, settings: Settings) -> float:
@@ -258,14 +260,6 @@ def _with_head(profile: Profile, options: tuple[OptionProfile, ...]) -> Profile:
     return replace(profile, blocks=(*profile.blocks[:-1], replace(profile.blocks[-1], options=options)))
 
 
-def _fits(profile: Profile, settings: Settings) -> bool:
-    """Return whether some plan for ``profile`` fits, of whatever planner; also if the RAM is what is missing."""
-    request = _request(profile, settings)
-    ram = request.host_budget_bytes
-    least = smallest(profile, request.allowed, host_update=settings.host_update, host_budget=ram)
-    return least is None or least.device_bytes <= request.budget_bytes
-
-
 def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTable | None = None) -> Plan:
     """Return the best plan, also of those that update a table of tied embeddings in two parts."""
     if table is not None:
@@ -288,7 +282,7 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
     parted = _parted(profile, half, index, bounded=bounded)
     if whole is None and parted is not None:
         # Where no plan with a whole table can be faster by much, none is looked for.
-        bounds, predicted = _selection(profile, half).bounds, parted.predicted
+        bounds, predicted = _Selection(profile, half).bounds, parted.predicted
         least = bounds.below(predicted.iteration_s)
         if not bounds.cut and predicted.iteration_s <= least * (1 + GOOD_GAP):
             return replace(parted, predicted=replace(predicted, lower_bound_s=min(least, predicted.lower_bound_s)))
@@ -323,7 +317,7 @@ def _parted(profile: Profile, settings: Settings, index: int, *, bounded: bool) 
 
 def _of_tensors(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTable | None = None) -> Plan:
     """Return the best plan whose updates are of whole tensors; ``table``: one that it updates in two parts."""
-    selection = _selection(profile, settings)
+    selection = _Selection(profile, settings)
     plan = selection.run(bounded=bounded)
     passes: tuple[Pass, ...] = (*ADDING, "settling" if settings.delayed else "updating")
     passes = passes if adds_up(profile) else ONE_BATCH
@@ -333,16 +327,6 @@ def _of_tensors(profile: Profile, settings: Settings, *, bounded: bool, table: T
     written = best.written(profile, passes) if table is None else in_two_parts(best, profile, table, passes)
     more = plan.notes[len(best.plan.notes) :]
     return replace(written, predicted=plan.predicted, notes=(*written.notes, *more), alternatives=plan.alternatives)
-
-
-def _selection(profile: Profile, settings: Settings) -> _Selection:
-    config = offmate_config(profile, settings, reach=_reach(profile))
-    return _Selection(_request(profile, settings), config, settings.planner)
-
-
-def _reach(profile: Profile) -> int:
-    """Return in how many steps around a use its transfers may run."""
-    return 6 if len(profile.blocks) <= MANY_BLOCKS else 4
 
 
 def _request(profile: Profile, settings: Settings) -> Request:
@@ -372,12 +356,12 @@ def offmate_config(profile: Profile, settings: Settings, *, reach: int) -> Offma
 class _Selection:
     """One search for the best plan: cheap methods first, and better ones while there is time."""
 
-    def __init__(
-        self, request: Request, config: OffmateConfig, planner: PlannerName, program: MakeProgram = LinearProgram
-    ) -> None:
-        self.request, self.config, self.planner = request, config, planner
-        self.candidates = Candidates(request)
-        self.bounds = Bounds(request, config, self.candidates, program)
+    def __init__(self, profile: Profile, settings: Settings, program: MakeProgram = LinearProgram) -> None:
+        self.request, self.planner = _request(profile, settings), settings.planner
+        # Steps around a use in which its transfers may run: fewer where the program is large.
+        self.config = offmate_config(profile, settings, reach=6 if len(profile.blocks) <= MANY_BLOCKS else 4)
+        self.candidates = Candidates(self.request)
+        self.bounds = Bounds(self.request, self.config, self.candidates, program)
 
     @property
     def profile(self) -> Profile:
@@ -391,21 +375,21 @@ class _Selection:
 
     def _run(self, *, bounded: bool) -> Plan:
         if not self._ram_suffices():
-            raise explain_infeasible(self.request, self.planner)
+            raise explain_infeasible(self.request)
         if self.planner in ("auto", "resident"):
             self._add_resident()
         if self.planner in ("auto", "stream"):
             self._add_streaming()
         if not self.candidates.fitting and not self._may_fit():
-            raise explain_infeasible(self.request, self.planner)
+            raise explain_infeasible(self.request)
         self._improve()
         if not self.candidates.fitting and self.planner in ("auto", "stream"):
             self._add_smallest()
         # More time helps only where there is a plan to find; else it is memory that was to be named.
-        if not self.candidates.fitting and self.candidates.out_of_time is not None and self._smallest_fits():
+        if not self.candidates.fitting and self.candidates.out_of_time is not None and fits(self.request):
             raise self.candidates.out_of_time
         if not self.candidates.fitting:
-            raise explain_infeasible(self.request, self.planner)
+            raise explain_infeasible(self.request)
         return self._best(bounded=bounded)
 
     @property
@@ -415,13 +399,13 @@ class _Selection:
             return math.inf
         bound = self.bounds.of_program(any_time=True)
         if bound is None:
-            return self.bounds.computing_s if not self.bounds.infeasible or self._smallest_fits() else math.inf
+            return self.bounds.computing_s if not self.bounds.infeasible or fits(self.request) else math.inf
         return bound
 
     def _may_fit(self) -> bool:
         # The bound is of a relaxation of every plan, but it counts memory in its own way: what streams with the least
         # memory has the last word on whether anything fits.
-        if self._smallest_fits():
+        if fits(self.request):
             return True
         self.bounds.of_program(any_time=not self.bounds.copies_are_short)
         return not self.bounds.infeasible
@@ -477,8 +461,7 @@ class _Selection:
 
     def _does_not_apply(self, name: PlannerName, reason: str) -> UnsupportedError:
         """Return the error that says why, and what does apply."""
-        again = replace(self.request, deadline=time.monotonic() + self.config.time_limit)
-        best = _Selection(again, self.config, "auto").run(bounded=False)
+        best = _Selection(self.profile, replace(self.request.settings, planner="auto")).run(bounded=False)
         seconds = format_seconds(best.predicted.iteration_s)
         return UnsupportedError(
             f"planner={name!r} does not apply: {reason}; planner='auto' plans this model in {seconds} per iteration "
@@ -500,21 +483,11 @@ class _Selection:
             name = f"stream, update on the {'host' if host_update else 'device'}"
             self.candidates.add(Proposal(name=name, sets=sets), careful=self.planner == "stream")
 
-    def _smallest(self) -> Smallest | None:
-        config, request = self.config, self.request
-        return smallest(
-            self.profile, request.allowed, host_update=config.host_update, host_budget=request.host_budget_bytes
-        )
-
-    def _smallest_fits(self) -> bool:
-        least = self._smallest()
-        return least is not None and least.device_bytes <= self.request.budget_bytes
-
     def _ram_suffices(self) -> bool:
         return smallest_ram(self.profile, self.request.allowed) <= self.request.host_budget_bytes
 
     def _add_smallest(self) -> None:
-        least = self._smallest()
+        least = smallest_for(self.request)
         if least is not None:
             name = "stream, least memory" if self.planner == "stream" else "least memory"
             self.candidates.add(Proposal(name=name, sets=least.sets))

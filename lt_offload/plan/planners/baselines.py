@@ -14,7 +14,7 @@ from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecis
 from lt_offload.plan.iteration.memory import aligned, backward_steps, budget_for, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.ladder import ladder
-from lt_offload.plan.planners.request import Allowed, held_bytes, self_contained
+from lt_offload.plan.planners.request import Allowed, Request, held_bytes, self_contained
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, OptionProfile, Profile, TensorProfile
 
@@ -123,6 +123,18 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
                 needed = budget_for(sets.room_needed, profile)
                 streaming.append(Smallest(sets=sets, device_bytes=needed, host_bytes=ram))
     return min(streaming, key=lambda item: item.device_bytes, default=None)
+
+
+def smallest_for(request: Request) -> Smallest | None:
+    """Return the smallest streaming plan by the switches and within the RAM of ``request``."""
+    update, ram = request.settings.host_update, request.host_budget_bytes
+    return smallest(request.profile, request.allowed, host_update=update, host_budget=ram)
+
+
+def fits(request: Request) -> bool:
+    """Return whether some plan for ``request`` fits, of whatever planner."""
+    least = smallest_for(request)
+    return least is not None and least.device_bytes <= request.budget_bytes
 
 
 def option_sets(profile: Profile, allowed: Allowed) -> list[tuple[OptionName, ...]]:
