@@ -9,9 +9,11 @@ from typing import Any
 
 from lt_offload import Plan, Profile, Trace, simulate
 from lt_offload.plan import check
-from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
+from lt_offload.plan.assembly.just_in_time import Missed, Scheduler
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.assembly.timetable import Timetable
+from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.schema.lanes import MACHINE_LANES
@@ -57,11 +59,18 @@ def worst(gap: float | None) -> float:
     return math.inf if gap is None else gap
 
 
+def just_in_time(sets: Sets, profile: Profile, capacity_bytes: int) -> Timetable | Missed:
+    """Return the fastest schedule found for ``sets`` within ``capacity_bytes``, with the speeds of ``profile``."""
+    search = Scheduler(LaneWork(sets, profile), capacity_bytes)
+    start = search.start()
+    return start if isinstance(start, Missed) else search.finish()
+
+
 def scheduled(name: str, decisions: Decisions, profile: Profile) -> Plan:
     """Return the plan of ``decisions`` that has room for what a step needs and for what the next one does."""
     sets = Sets(decisions, profile)
     found = just_in_time(sets, profile, sets.room_needed + sets.least_arena)
-    assert not isinstance(found, Misfit), f"{name} needs {found.bytes} more bytes"
+    assert not isinstance(found, Missed), f"{name} needs {found.device} more bytes"
     room, ram = profile.hardware.device_bytes, profile.hardware.host_bytes
     return build(found, profile, planner=name, budget_bytes=room, host_budget_bytes=ram)
 

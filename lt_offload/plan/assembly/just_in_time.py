@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from lt_offload.plan.assembly.ranges import Policy
 from lt_offload.plan.assembly.schedule import schedule, schedule_in_place
-from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.schema.profile import Profile
@@ -36,11 +35,12 @@ _SMALLER = 5
 """The most times that the arena's share is halved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Misfit:
-    """Bytes by which decisions without a schedule miss the capacity, at least 1."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Missed:
+    """Bytes by which decisions miss the device and the host budget; without a schedule at least 1 of one of them."""
 
-    bytes: int
+    device: int = 0
+    host: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Scheduler:
     def _enough(self) -> float:
         return _ENOUGH * sum(self._work.seconds)
 
-    def start(self, *, tries: int | None = None, allow_no_prefetch: bool = True) -> Timetable | Misfit:
+    def start(self, *, tries: int | None = None, allow_no_prefetch: bool = True) -> Timetable | Missed:
         """Return the best of a few schedules, enough to compare sets.
 
         Args:
@@ -83,7 +83,7 @@ class Scheduler:
             allow_no_prefetch: if none is found, also one in which nothing comes early.
         """
         if self._room < 0:
-            return Misfit(-self._room)
+            return Missed(device=-self._room)
         first = [_Division(self._next_fits, *way) for way in (_WAYS[0], _WAYS[1])]
         tries = tries or (len(first) if self._slow else len(first) + len(_SHARES))
         for count, division in enumerate([*first, *(_Division(share, *_WAYS[1]) for share in _SHARES)]):
@@ -96,10 +96,10 @@ class Scheduler:
             arena = self._sets.tight_arena
             over = arena + self._sets.least_framework - self._capacity
             if over > 0:
-                return Misfit(over)
+                return Missed(device=over)
             self.best = schedule_in_place(self._work, arena, self._capacity - arena)
         # Not looked for to the end, so nobody knows how much is missing.
-        return self.best or Misfit(1)
+        return self.best or Missed(device=1)
 
     @property
     def _next_fits(self) -> float:
@@ -157,10 +157,3 @@ class Scheduler:
             policy=division.policy,
             beat_s=beat_s,
         )
-
-
-def just_in_time(sets: Sets, profile: Profile, capacity_bytes: int) -> Timetable | Misfit:
-    """Return the fastest schedule found for ``sets`` within ``capacity_bytes``, with the speeds of ``profile``."""
-    search = Scheduler(LaneWork(sets, profile), capacity_bytes)
-    start = search.start()
-    return start if isinstance(start, Misfit) else search.finish()

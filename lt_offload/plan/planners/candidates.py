@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
+from lt_offload.plan.assembly.just_in_time import Missed
 from lt_offload.plan.assembly.ops import TiedTable
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
@@ -16,23 +17,14 @@ from lt_offload.plan.planners.timed_plan import PlanScheduler, TimedPlan
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Alternative, Pass, Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class Candidate(TimedPlan):
     """A plan that fits."""
 
     proposal: Proposal
-    timetable: Timetable
-    plan: Plan
-    trace: Trace
-
-    @property
-    def seconds(self) -> float:
-        """Simulated time of an iteration."""
-        return self.trace.iteration_time
 
     def written(
         self,
@@ -54,14 +46,6 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Missed:
-    """Bytes by which a proposal misses the device and the host budget; not positive if it fits."""
-
-    device: int
-    host: int
-
-
 class Candidates:
     """Every proposal for one request so far: those that fit, and why the others did not."""
 
@@ -78,50 +62,52 @@ class Candidates:
         self.out_of_time: ConfigError | None = None
         """Set if a program was given up; only worth raising if nothing fits."""
 
-    def add(self, proposal: Proposal, *, careful: bool = True) -> Missed:
+    def add(self, proposal: Proposal, *, careful: bool = True) -> None:
         """Schedule, build and simulate ``proposal``; ``careful``: look for the best schedule if it may win."""
-        request, profile = self.request, self.request.profile
+        request = self.request
         proposal = self._allowed(proposal)
-        excess = proposal.decisions.least_host_bytes(profile) - request.host_budget_bytes
-        if excess > 0:
-            self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
-            return Missed(device=0, host=excess)
+        if self._needs_more_ram(proposal):
+            return
         # A proposal that was estimated has schedules already, and is gone on with.
         search = self._started.pop(proposal.name, None) or self._start(proposal)
         if isinstance(search, Missed):
-            return search
+            return
         if careful and far_behind(search.seconds, self.fastest_s):
             self.slower_ones.append((proposal.name, search.seconds))
-            return Missed(device=0, host=0)
+            return
         timed = search.finish(self.fastest_s) if careful else search.simulated()
         if careful and request.late:
             self.cut_short(f"schedules of {proposal.name}")
         self._keep(proposal, timed)
-        return Missed(device=0, host=0)
 
     def cut_short(self, what: str) -> None:
         """Note what was left out for lack of time."""
         self.cut.append(what)
 
+    def _needs_more_ram(self, proposal: Proposal) -> int:
+        """Return the bytes of RAM that are missing, which is noted; 0 if it suffices."""
+        excess = proposal.decisions.least_host_bytes(self.request.profile) - self.request.host_budget_bytes
+        if excess > 0:
+            self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
+        return max(excess, 0)
+
     def _start(self, proposal: Proposal, *, allow_no_prefetch: bool = True) -> PlanScheduler | Missed:
         search = PlanScheduler(proposal.name.partition(",")[0], proposal.sets, self.request)
-        misfit = search.start(allow_no_prefetch=allow_no_prefetch)
-        if misfit is None:
+        missed = search.start(allow_no_prefetch=allow_no_prefetch)
+        if missed is None:
             return search
-        self.fail(proposal.name, f"needs {format_bytes(misfit.bytes)} more device memory")
-        return Missed(device=misfit.bytes, host=0)
+        self.fail(proposal.name, f"needs {format_bytes(missed.device)} more device memory")
+        return missed
 
     def estimate(self, proposal: Proposal, *, any_ram: bool = False) -> float | Missed:
         """Return about how long ``proposal`` would take, or by what it misses the budgets.
 
         ``any_ram``: also if it needs more RAM than there is.
         """
-        request, proposal = self.request, self._allowed(proposal)
+        proposal = self._allowed(proposal)
         # RAM first: what lasts on the host is known from decisions, and spares the schedule.
-        excess = proposal.decisions.least_host_bytes(request.profile) - request.host_budget_bytes
-        if excess > 0 and not any_ram:
-            self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
-            return Missed(device=0, host=excess)
+        if not any_ram and (excess := self._needs_more_ram(proposal)):
+            return Missed(host=excess)
         search = self._start(proposal, allow_no_prefetch=False)
         if isinstance(search, Missed):
             return search

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler
+from lt_offload.plan.assembly.just_in_time import Missed, Scheduler
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.assembly.work import LaneWork
-from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Request, cannot_win
 from lt_offload.plan.planners.slowdown import LaneSlowdown, at_worst, expected, slower
 from lt_offload.plan.verify.simulate import simulate
@@ -52,13 +51,13 @@ class PlanScheduler:
         self.best: TimedPlan | None = None
         self._corrected = False
 
-    def start(self, *, allow_no_prefetch: bool = True) -> Misfit | None:
+    def start(self, *, allow_no_prefetch: bool = True) -> Missed | None:
         """Try a few schedules; return by how much the sets miss the budget if there is none.
 
         ``allow_no_prefetch``: also one in which nothing comes early.
         """
         outcome = self._search.start(allow_no_prefetch=allow_no_prefetch)
-        return outcome if isinstance(outcome, Misfit) else None
+        return outcome if isinstance(outcome, Missed) else None
 
     @property
     def seconds(self) -> float:
@@ -117,13 +116,6 @@ class PlanScheduler:
             last = self._build(timetable)
 
 
-def timed_plan(planner: str, decisions: Decisions, request: Request) -> TimedPlan | Misfit:
-    """Return the fastest plan found for ``decisions``."""
-    search = PlanScheduler(planner, Sets(decisions, request.profile), request)
-    # start() returns a misfit, or nothing where there is a schedule, which finish() then makes a plan of.
-    return search.start() or search.finish()
-
-
 def estimated_s(sets: Sets, request: Request) -> float:
     """Return about how long ``sets`` take, to compare those of one kind; infinity if they do not fit.
 
@@ -132,4 +124,4 @@ def estimated_s(sets: Sets, request: Request) -> float:
     profile = request.profile
     profile = expected(profile, LaneWork(sets, profile).busy_s).applied_to(profile)
     outcome = Scheduler(LaneWork(sets, profile), request.capacity_bytes).start(tries=1, allow_no_prefetch=False)
-    return math.inf if isinstance(outcome, Misfit) else outcome.seconds
+    return math.inf if isinstance(outcome, Missed) else outcome.seconds

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lt_offload.plan.assembly.copies import runs
-from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler
+from lt_offload.plan.assembly.just_in_time import Missed, Scheduler
 from lt_offload.plan.assembly.placement import Lifetime, place
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
@@ -18,6 +18,8 @@ from lt_offload.plan.assembly.timetable import ActivationTimes, Timetable
 from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import budget_for
+from lt_offload.plan.planners.request import Request
+from lt_offload.plan.planners.timed_plan import PlanScheduler, TimedPlan
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.small import HUGE
@@ -101,6 +103,13 @@ def scheduled(decisions: Decisions, profile: Profile, *, share: float = 1.0) -> 
     sets = Sets(decisions, profile)
     room = int(share * sets.room_needed)
     found = Scheduler(LaneWork(sets, profile), room).start()
-    assert not isinstance(found, Misfit)
+    assert not isinstance(found, Missed)
     budget = room + budget_for(0, profile)
     return build(found, profile, planner="test", budget_bytes=budget, host_budget_bytes=HUGE)
+
+
+def timed_plan(planner: str, decisions: Decisions, request: Request) -> TimedPlan | Missed:
+    """Return the fastest plan found for ``decisions``."""
+    search = PlanScheduler(planner, Sets(decisions, request.profile), request)
+    # start() returns what is missing, or nothing where there is a schedule, which finish() then makes a plan of.
+    return search.start() or search.finish()

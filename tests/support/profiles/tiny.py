@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from lt_offload.plan import Plan, check, simulate
-from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
+from lt_offload.plan.assembly.just_in_time import Missed
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import budget_for
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
+from scripts.planning import just_in_time
 from tests.support.profiles.fixtures import ADAM_3060, GB, RTX_3060, option, tensor
 
 RAM = int(500 * GB)
@@ -113,7 +114,7 @@ def fastest_plans(profile: Profile, decisions: Iterable[Decisions]) -> Iterator[
         sets = Sets(decided, profile)
         capacity = int(sets.room_needed * room)
         schedule = just_in_time(sets, profile, capacity)
-        if isinstance(schedule, Misfit):
+        if isinstance(schedule, Missed):
             continue
         plan = build(
             schedule, profile, planner="every", budget_bytes=budget_for(capacity, profile), host_budget_bytes=RAM

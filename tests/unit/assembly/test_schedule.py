@@ -8,7 +8,7 @@ import pytest
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan import check, simulate
-from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler, just_in_time
+from lt_offload.plan.assembly.just_in_time import Missed, Scheduler
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.work import LaneWork
@@ -20,6 +20,7 @@ from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.planners.request import allowed_options
 from lt_offload.schema.profile import Profile
+from scripts.planning import just_in_time
 from tests.support.profiles.fixtures import GB, llama7b_b4
 from tests.unit.plan.test_planner_bounds import rich_profile
 
@@ -54,7 +55,7 @@ def test_a_schedule_fits_and_its_clock_is_the_simulators(seed: int, share: float
         if decisions is None:
             continue
         found = Scheduler(LaneWork(Sets(decisions, profile), profile), room_within(budget, profile)).start()
-        if isinstance(found, Misfit):
+        if isinstance(found, Missed):
             continue
         scheduled += 1
         plan = build(
@@ -86,7 +87,7 @@ def test_little_is_lost_to_the_program(memory: int) -> None:
     decisions = sets_of(profile, budget)
     assert decisions is not None
     found = just_in_time(Sets(decisions, profile), profile, room_within(budget, profile))
-    assert not isinstance(found, Misfit)
+    assert not isinstance(found, Missed)
     assert found.seconds <= 1.08 * expected
 
 
@@ -95,9 +96,9 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     decisions = streamed(profile, host_update=True)
     sets = Sets(decisions, profile)
     least = sets.least_arena + sets.least_framework
-    assert just_in_time(sets, profile, least - 1000) == Misfit(1000)
+    assert just_in_time(sets, profile, least - 1000) == Missed(device=1000)
     found = just_in_time(sets, profile, int(1.1 * least))
-    assert not isinstance(found, Misfit)
+    assert not isinstance(found, Missed)
     assert found.arena_bytes <= 1.1 * least - sets.least_framework
 
 
@@ -108,7 +109,7 @@ def test_with_a_slow_link_it_is_never_idle() -> None:
     slow = replace(slow, optimizer=replace(slow.optimizer, host_bytes_per_s=1000 * GB))
     decisions = streamed(slow, host_update=True)
     found = just_in_time(Sets(decisions, slow), slow, room_within(int(12 * GB), slow))
-    assert not isinstance(found, Misfit)
+    assert not isinstance(found, Missed)
     copied = sum(
         tensor.bytes * len(decision.stays) for tensor, decision in zip(slow.tensors, decisions.tensors, strict=True)
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_offload.plan.assembly.just_in_time import Misfit
+from lt_offload.plan.assembly.just_in_time import Missed
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.papers.memferry.model import (
     CopiedWeights,
@@ -27,13 +27,13 @@ from lt_offload.plan.planners.offmate.rounding import round_tensors
 from lt_offload.plan.planners.request import NotApplicable, Request
 from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.planners.tables import read_tables
-from lt_offload.plan.planners.timed_plan import timed_plan
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile, ReadProfile, TensorProfile, ZeroCopyProfile
 from lt_offload.schema.trace import Trace
 from tests import sampling
+from tests.support.profiles.by_hand import timed_plan
 from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.random_solutions import random_solution
 from tests.support.profiles.small import small_profile
@@ -206,7 +206,7 @@ def request(profile: Profile, budget: float, **kwargs: Any) -> Request:
 def planned(decisions: Decisions, asked: Request) -> tuple[Plan, Trace]:
     """The plan of ``decisions`` as select makes it, checked, and its simulation."""
     found = timed_plan("memferry", decisions, asked)
-    assert not isinstance(found, Misfit)
+    assert not isinstance(found, Missed)
     plan, trace = share_slots(found.plan, asked.profile, found.trace)
     assert check(plan, asked.profile) == []
     return plan, trace

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lt_offload.plan.assembly.just_in_time import Misfit
+from lt_offload.plan.assembly.just_in_time import Missed
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation
 from lt_offload.plan.iteration.memory import device_bytes
@@ -19,13 +19,12 @@ from lt_offload.plan.papers.pofo.convert import as_chain, as_decisions
 from lt_offload.plan.papers.pofo.program import ChainProgram
 from lt_offload.plan.papers.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
-from lt_offload.plan.planners.timed_plan import timed_plan
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionProfile, Profile
 from tests import sampling
-from tests.support.profiles.by_hand import built
+from tests.support.profiles.by_hand import built, timed_plan
 from tests.support.profiles.pofo_brute import fluid_s, from_scratch, random_chain, rematerialised_s, sequences
 from tests.support.profiles.pofo_walk import memory, walk
 from tests.support.profiles.small import HUGE, chained, small_profile
@@ -167,7 +166,7 @@ def seconds(asked: Request) -> float:
     times = []
     for proposal in propose_pofo(asked):
         found = timed_plan(proposal.name, proposal.decisions, asked)
-        assert not isinstance(found, Misfit)
+        assert not isinstance(found, Missed)
         assert check(found.plan, asked.profile) == []
         assert device_bytes(found.plan, asked.profile).max() <= asked.budget_bytes
         times.append(found.trace.iteration_time)

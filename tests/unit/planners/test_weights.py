@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError
-from lt_offload.plan.assembly.just_in_time import Misfit
+from lt_offload.plan.assembly.just_in_time import Missed
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.papers.weights.model import Gap, held_bytes, select_gaps
 from lt_offload.plan.papers.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
-from lt_offload.plan.planners.timed_plan import timed_plan
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
@@ -32,6 +31,7 @@ from scripts.papers.weights_problem import (
     weight_chain,
     weights_bound,
 )
+from tests.support.profiles.by_hand import timed_plan
 from tests.support.profiles.fixtures import GB, llama7b_b4
 from tests.support.profiles.small import small_profile
 
@@ -233,7 +233,7 @@ def request(profile: Profile, budget: float, *, host_budget: float = 1e15, **swi
 def fitted(proposal: Proposal, asked: Request) -> Plan | None:
     """Return the checked plan, or None if it cannot be brought into the budget."""
     found = timed_plan(proposal.name, proposal.decisions, asked)
-    if isinstance(found, Misfit):
+    if isinstance(found, Missed):
         return None
     assert check(found.plan, asked.profile) == [], proposal.name
     return found.plan

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan.assembly.just_in_time import Missed
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.durations import with_faster_link
-from lt_offload.plan.planners.candidates import Candidates, Missed
+from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_ram
