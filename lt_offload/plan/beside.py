@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.iteration.durations import gathered
+from lt_offload.plan.iteration.durations import gathered, slowed
 from lt_offload.plan.planners.priced import priced
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
@@ -77,10 +77,9 @@ def _may_run_beside(profile: Profile, settings: Settings) -> bool:
 
 def _beside(profile: Profile, settings: Settings, plan_one: Callable[[Profile, Settings], Plan]) -> Plan:
     """Return the plan whose updates are on the host, each as soon as its gradients are there."""
-    optimizer = replace(profile.optimizer, device_bytes_per_s=profile.optimizer.device_bytes_per_s / _SLOWER)
     # No table is updated in two parts.
     tensors = tuple(replace(tensor, lookup_bytes=0) for tensor in profile.tensors)
-    planned = replace(profile, optimizer=optimizer, tensors=tensors)
+    planned = replace(slowed(profile, device=_SLOWER), tensors=tensors)
     if settings.accumulate == 1:
         planned = _with_gathering(planned)
     plan = plan_one(planned, settings)
@@ -96,11 +95,5 @@ def _with_gathering(profile: Profile) -> Profile:
     if not updated:
         return profile
     factor = 1 + sum(gathered(tensor, profile) for tensor in trained) / updated
-    optimizer = profile.optimizer
-    slower = replace(
-        optimizer,
-        host_bytes_per_s=optimizer.host_bytes_per_s / factor,
-        host_speeds={threads: speed / factor for threads, speed in optimizer.host_speeds.items()},
-    )
     # This says, too, that updates do not add up: no op is to last longer by that a second time.
-    return replace(profile, optimizer=slower, added_up_first=True)
+    return replace(slowed(profile, host=factor), added_up_first=True)

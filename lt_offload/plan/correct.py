@@ -15,7 +15,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lt_offload.plan.iteration.computations import Computation, computations
-from lt_offload.plan.iteration.durations import durations
+from lt_offload.plan.iteration.durations import least_computing_s, slowed
+from lt_offload.plan.iteration.durations import timed as with_durations
 from lt_offload.plan.iteration.memory import recomputations
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.verify.simulate import simulate
@@ -113,7 +114,7 @@ def correct(profile: Profile, plan: Plan, measured: Sequence[Trace]) -> Profile:
     """
     corrected, distance = profile, math.inf
     for _ in range(_ROUNDS):
-        trial = timed(plan, corrected)
+        trial = with_durations(plan, corrected)
         scales = _Scales(trial, corrected, _items(trial, simulate(trial, corrected), measured))
         if scales.distance >= distance * (1 - _EXACT):
             break
@@ -130,14 +131,12 @@ def timed(plan: Plan, profile: Profile) -> Plan:
 
     The lower bound is that of the computations alone: a better one takes a planner.
     """
-    seconds = durations(plan, profile.with_host_threads(plan.host_threads))
-    plan = replace(plan, ops=tuple(replace(op, seconds=s) for op, s in zip(plan.ops, seconds, strict=True)))
+    plan = with_durations(plan, profile)
     iteration_s = simulate(plan, profile).iteration_time
-    bound = sum(min(o.forward_s + o.backward_s * b.has_backward for o in b.options) for b in profile.blocks)
     predicted = replace(
         plan.predicted,
         iteration_s=iteration_s,
-        lower_bound_s=min(bound, iteration_s),
+        lower_bound_s=min(least_computing_s(profile), iteration_s),
         no_offload_s=no_offload_s(profile),
     )
     return replace(plan, predicted=predicted)
@@ -249,22 +248,11 @@ class _Scales:
 
     def apply(self, profile: Profile) -> Profile:
         """Return ``profile``, scaled."""
-        hardware, optimizer = profile.hardware, profile.optimizer
+        h2d, d2h, host, device = map(self._of, ("h2d", "d2h", "host", "update"))
         return replace(
-            profile,
+            slowed(profile, h2d=h2d, d2h=d2h, host=host, device=device),
             blocks=tuple(map(self._block, profile.blocks)),
             tensors=tuple(self._tensor(index, tensor) for index, tensor in enumerate(profile.tensors)),
-            optimizer=replace(
-                optimizer,
-                host_bytes_per_s=optimizer.host_bytes_per_s / self._of("host"),
-                host_speeds={n: speed / self._of("host") for n, speed in optimizer.host_speeds.items()},
-                device_bytes_per_s=optimizer.device_bytes_per_s / self._of("update"),
-            ),
-            hardware=replace(
-                hardware,
-                h2d_bytes_per_s=hardware.h2d_bytes_per_s / self._of("h2d"),
-                d2h_bytes_per_s=hardware.d2h_bytes_per_s / self._of("d2h"),
-            ),
         )
 
     def _of(self, *keys: Hashable) -> float:

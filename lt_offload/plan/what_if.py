@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lt_offload.errors import ConfigError, InfeasibleError
-from lt_offload.plan.iteration.durations import with_faster_link
+from lt_offload.plan.iteration.durations import slowed, with_faster_link
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
@@ -53,7 +53,7 @@ def gains(plan: Plan, profile: Profile, solve: Solver, *, say: Callable[[str], N
         (f"{format_bytes(MORE_MEMORY)} more device memory", profile, memory + MORE_MEMORY, ram),
         (f"{format_bytes(MORE_RAM)} more RAM", profile, memory, ram + MORE_RAM),
         (link, with_faster_link(profile, FASTER_LINK), memory, ram),
-        (update, with_faster_update(profile, FASTER_UPDATE), memory, ram),
+        (update, slowed(profile, host=1 / FASTER_UPDATE), memory, ram),
     ):
         if say is not None:
             say(f"planning with {change}")
@@ -79,9 +79,3 @@ def _gain(change: str, plan: Plan, profile: Profile, memory: int, ram: int, solv
         iteration_s=min(predicted.iteration_s, now.iteration_s),
         lower_bound_s=min(predicted.lower_bound_s, now.lower_bound_s),
     )
-
-
-def with_faster_update(profile: Profile, factor: float) -> Profile:
-    """Return ``profile`` with updates on the host ``factor`` times as fast."""
-    optimizer = profile.optimizer
-    return replace(profile, optimizer=replace(optimizer, host_bytes_per_s=factor * optimizer.host_bytes_per_s))

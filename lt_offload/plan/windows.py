@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.assembly.ops import TiedTable
-from lt_offload.plan.iteration.durations import accumulated, added, gathered
+from lt_offload.plan.iteration.durations import accumulated, added, gathered, least_computing_s, slowed
 from lt_offload.plan.iteration.memory import STATE_PADDING, aligned, state_room
 from lt_offload.plan.planners.priced import priced
 from lt_offload.plan.rows import as_head, room_of_rows, table_of
@@ -50,17 +50,10 @@ def with_sums(profile: Profile, window: int, *, mean: bool = True) -> Profile:
     if updated:
         adding = (1 - once if mean else 1.0) * sum(accumulated(tensor, profile) for tensor in trained)
         on_host += (once * sum(gathered(tensor, profile) for tensor in trained) + adding) / updated
-    optimizer = profile.optimizer
     return replace(
-        profile,
+        slowed(profile, host=on_host, device=share),
         hardware=replace(profile.hardware, host_bytes=max(1, profile.hardware.host_bytes - UNCOUNTED)),
         tensors=tuple(_with_sum(tensor) if tensor.trainable else tensor for tensor in profile.tensors),
-        optimizer=replace(
-            optimizer,
-            host_bytes_per_s=optimizer.host_bytes_per_s / on_host,
-            host_speeds={threads: speed / on_host for threads, speed in optimizer.host_speeds.items()},
-            device_bytes_per_s=optimizer.device_bytes_per_s / share,
-        ),
     )
 
 
@@ -166,14 +159,8 @@ def _settling(profile: Profile, window: int) -> Profile:
         return profile
     copied = sum(tensor.bytes + tensor.state_bytes for tensor in trained)
     seconds = 1 / profile.optimizer.device_bytes_per_s + copied / updated / profile.hardware.h2d_bytes_per_s / window
-    optimizer, slower = profile.optimizer, _WAITING if window == 1 else 1.0
-    optimizer = replace(
-        optimizer,
-        device_bytes_per_s=1 / seconds,
-        host_bytes_per_s=optimizer.host_bytes_per_s / slower,
-        host_speeds={threads: speed / slower for threads, speed in optimizer.host_speeds.items()},
-    )
-    return replace(profile, optimizer=optimizer)
+    profile = replace(profile, optimizer=replace(profile.optimizer, device_bytes_per_s=1 / seconds))
+    return slowed(profile, host=_WAITING if window == 1 else 1.0)
 
 
 def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[Profile, Settings], Plan]) -> Plan:
@@ -227,10 +214,7 @@ def for_windows(plan: Plan, profile: Profile, settings: Settings) -> Plan:
     computations alone.
     """
     ram, window = settings.host_budget(profile.hardware), settings.accumulate
-    computing = sum(
-        min(o.forward_s + o.backward_s * block.has_backward for o in block.options) for block in profile.blocks
-    )
-    predicted = replace(plan.predicted, lower_bound_s=window * computing)
+    predicted = replace(plan.predicted, lower_bound_s=window * least_computing_s(profile))
     if not any(tensor.trainable for tensor in profile.tensors):
         passes = ADDING if settings.delayed else (*ADDING, "updating")
         plan = replace(plan, delayed=settings.delayed, ops=tuple(replace(op, passes=passes) for op in plan.ops))

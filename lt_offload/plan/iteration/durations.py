@@ -188,6 +188,48 @@ def _seconds(op: Op, plan: Plan, profile: Profile) -> float:
     return 0.0
 
 
+def least_computing_s(profile: Profile) -> float:
+    """Return the seconds of the computations of an iteration, each block with its fastest option."""
+    return sum(min(o.forward_s + block.has_backward * o.backward_s for o in block.options) for block in profile.blocks)
+
+
+def slowed(
+    profile: Profile,
+    *,
+    compute: float = 1.0,
+    h2d: float = 1.0,
+    d2h: float = 1.0,
+    host: float = 1.0,
+    device: float = 1.0,
+) -> Profile:
+    """Return ``profile`` with computations, copies, and updates on the host and on the device so many times slower."""
+    machine, optimizer, blocks = profile.hardware, profile.optimizer, profile.blocks
+    if compute != 1:
+        blocks = tuple(
+            replace(
+                block,
+                options=tuple(
+                    replace(o, forward_s=o.forward_s * compute, backward_s=o.backward_s * compute)
+                    for o in block.options
+                ),
+            )
+            for block in blocks
+        )
+    return replace(
+        profile,
+        blocks=blocks,
+        hardware=replace(
+            machine, h2d_bytes_per_s=machine.h2d_bytes_per_s / h2d, d2h_bytes_per_s=machine.d2h_bytes_per_s / d2h
+        ),
+        optimizer=replace(
+            optimizer,
+            host_bytes_per_s=optimizer.host_bytes_per_s / host,
+            host_speeds={threads: speed / host for threads, speed in optimizer.host_speeds.items()},
+            device_bytes_per_s=optimizer.device_bytes_per_s / device,
+        ),
+    )
+
+
 def with_faster_link(profile: Profile, factor: float) -> Profile:
     """Return ``profile`` with copies, and reads and writes of host memory by the device, ``factor`` times as fast."""
     machine = profile.hardware

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from lt_offload.plan.assembly.link import without
 from lt_offload.plan.assembly.placement import Lifetime, Placement, place
+from lt_offload.plan.iteration.durations import slowed
 from lt_offload.plan.iteration.memory import host_bytes
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Op, Plan
@@ -106,7 +107,7 @@ def _ends(plan: Plan, profile: Profile, trace: Trace, arrivals: Sequence[_Arriva
     last = {arrival.op.step: at for at, arrival in enumerate(arrivals)}
     least = [last[arrival.op.step] for arrival in arrivals]
     simulated = _latest(least, _simulated_ends(trace, arrivals))
-    slower = _latest(least, _simulated_ends(simulate(plan, _with_slower_updates(profile)), arrivals))
+    slower = _latest(least, _simulated_ends(simulate(plan, slowed(profile, host=_SLOWER)), arrivals))
     yield slower
     # Which updates have to wait until the others are done may be another choice there, which does not suit here.
     yield _latest(simulated, slower)
@@ -131,11 +132,6 @@ def _simulated_ends(trace: Trace, arrivals: Sequence[_Arrival]) -> list[int]:
         following = range(at + 1, at + len(arrivals))
         ends.append(max((i for i in following if begins[i] < done), default=at))
     return ends
-
-
-def _with_slower_updates(profile: Profile) -> Profile:
-    rate = profile.optimizer.host_bytes_per_s / _SLOWER
-    return replace(profile, optimizer=replace(profile.optimizer, host_bytes_per_s=rate))
 
 
 def _former_updates(at: int, arrivals: Sequence[_Arrival], slots: Sequence[int]) -> set[int]:

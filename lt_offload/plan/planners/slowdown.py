@@ -7,8 +7,9 @@ its clock uses speeds that are slower by what the last simulation has shown on a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from lt_offload.plan.iteration.durations import slowed
 from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, rates
 from lt_offload.schema.lanes import MACHINE_LANES
 from lt_offload.schema.plan import Plan
@@ -31,28 +32,8 @@ class LaneSlowdown:
         """Return ``profile`` with these lanes slower: each speed is that of one lane."""
         if self == LaneSlowdown():
             return profile
-        computing = self.factors[COMPUTE]
-        blocks = tuple(
-            replace(
-                block,
-                options=tuple(
-                    replace(o, forward_s=o.forward_s * computing, backward_s=o.backward_s * computing)
-                    for o in block.options
-                ),
-            )
-            for block in profile.blocks
-        )
-        hardware = replace(
-            profile.hardware,
-            h2d_bytes_per_s=profile.hardware.h2d_bytes_per_s / self.factors[H2D],
-            d2h_bytes_per_s=profile.hardware.d2h_bytes_per_s / self.factors[D2H],
-        )
-        optimizer = replace(
-            profile.optimizer,
-            host_bytes_per_s=profile.optimizer.host_bytes_per_s / self.factors[HOST],
-            device_bytes_per_s=profile.optimizer.device_bytes_per_s / computing,
-        )
-        return replace(profile, blocks=blocks, hardware=hardware, optimizer=optimizer)
+        compute, h2d, d2h, host = (self.factors[lane] for lane in (COMPUTE, H2D, D2H, HOST))
+        return slowed(profile, compute=compute, device=compute, h2d=h2d, d2h=d2h, host=host)
 
 
 def at_worst(profile: Profile) -> LaneSlowdown:
