@@ -13,8 +13,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDING = 1e-9
-"""Part of a slot that a size may pass a whole number by without taking one more."""
 OperationKind = Literal["all", "checkpoint", "none", "loss", "backward", "offload", "prefetch"]
 
 
@@ -100,14 +98,11 @@ class SlotSizes(NamedTuple):
     saved_travels: NDArray[np.bool_]
 
 
-def in_slots(
-    chain: Chain, slot_bytes: float, *, offload: bool = True, recompute: bool = True, nearest: bool = False
-) -> SlotSizes:
+def in_slots(chain: Chain, slot_bytes: float, *, offload: bool = True, recompute: bool = True) -> SlotSizes:
     """Return ``chain`` in slots of ``slot_bytes``; layer L + 1 is the loss.
 
-    Sizes, and data that wait for the link, are rounded up. The errors add up over the layers; with ``nearest`` sizes,
-    and what the link moves during a computation, are rounded to the nearest slot, and what is lost or gained is carried
-    to the next layer. Data that wait are whole slots then.
+    Sizes, and what the link moves during a computation, are rounded to the nearest slot, and what is lost or gained is
+    carried to the next layer: errors that add up over the layers would count for more. Data that wait are whole slots.
     """
     layers = (*chain.layers, chain.loss)
     count = len(chain.layers)
@@ -117,11 +112,8 @@ def in_slots(
     rate = chain.bytes_per_s / slot_bytes if offload else 1.0
 
     def slots(sizes: Sequence[int], *, carried: bool = False) -> NDArray[np.int64]:
-        return _whole(np.maximum(0, np.array(sizes)) / slot_bytes, nearest=nearest, carried=carried)
-
-    def moved(seconds: Sequence[float]) -> NDArray[np.float64]:
-        exact = np.array(seconds) * rate
-        return np.diff(np.rint(np.cumsum(exact)), prepend=0.0) if nearest else exact
+        exact = np.maximum(0, np.array(sizes)) / slot_bytes
+        return np.array(_carried(exact) if carried else np.rint(exact), dtype=np.int64)
 
     forward = [0.0, *(layer.forward_s for layer in layers)]
     backward = [0.0, *(layer.backward_s for layer in layers)]
@@ -131,8 +123,8 @@ def in_slots(
         forward=np.array(forward) * rate,
         backward=np.array(backward) * rate,
         before=np.cumsum([0.0, *forward]) * rate + np.cumsum([0.0, *backward]) * rate,
-        moved_forward=moved(forward),
-        moved_backward=moved(backward),
+        moved_forward=_carried(np.array(forward) * rate),
+        moved_backward=_carried(np.array(backward) * rate),
         output=slots([chain.input_bytes, *(layer.output_bytes for layer in layers)], carried=True),
         saved=slots([0, *(layer.saved_bytes for layer in layers)], carried=True),
         gradient=slots([chain.input_gradient_bytes, *(layer.gradient_bytes for layer in layers)]),
@@ -148,12 +140,9 @@ def in_slots(
     )
 
 
-def _whole(exact: NDArray[np.float64], *, nearest: bool, carried: bool) -> NDArray[np.int64]:
-    if not nearest:
-        exact = np.ceil(exact - _ROUNDING)
-    elif carried:
-        exact = np.diff(np.rint(np.cumsum(exact)), prepend=0.0)
-    return np.array(np.rint(exact), dtype=np.int64)
+def _carried(exact: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return whole numbers whose sums are those of ``exact``, rounded."""
+    return np.diff(np.rint(np.cumsum(exact)), prepend=0.0)
 
 
 def _last(chain: Chain, recompute: bool) -> list[int]:

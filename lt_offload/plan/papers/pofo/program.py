@@ -37,15 +37,13 @@ class ChainProgram:
         slots: int,
         offload: bool = True,
         recompute: bool = True,
-        nearest: bool = False,
     ) -> None:
         """Solve ``chain`` for up to ``memory_bytes`` of memory in ``slots`` steps.
 
-        With ``nearest``, sizes and what the link moves are rounded to the nearest slot instead of up: closer on the
-        whole, but a sequence may need somewhat more memory and time than the program says.
+        As sizes are rounded, a sequence may need somewhat more memory and time than the program says.
         """
         self.chain, self.slots, self.slot_bytes = chain, slots, memory_bytes / slots
-        self._in_slots = in_slots(chain, self.slot_bytes, offload=offload, recompute=recompute, nearest=nearest)
+        self._in_slots = in_slots(chain, self.slot_bytes, offload=offload, recompute=recompute)
         moves = offload and chain.bytes_per_s > 0
         count, free, travelling = len(chain.layers), slots + 1, slots + 1 if moves else 1
         rows = count * (count + 1) // 2 if recompute else 1

@@ -98,5 +98,4 @@ def _sequences(chain: Chain, capacity_bytes: int, request: Request) -> Iterator[
                 slots=min(max(int(most), _FEWEST_SLOTS), _MOST_SLOTS),
                 offload=offload,
                 recompute=recompute,
-                nearest=True,
             ).sequences()
