@@ -211,40 +211,25 @@ def _durations(trace: Trace, plan: Plan) -> dict[int, float]:
 # -- scaling ----------------------------------------------------------------------------------------------------------
 
 
-class _Ratio:
-    """Measured by planned seconds, over several ops."""
-
-    __slots__ = ("measured_s", "planned_s")
-
-    def __init__(self) -> None:
-        self.planned_s = self.measured_s = 0.0
-
-    def add(self, planned_s: float, measured_s: float) -> None:
-        self.planned_s += planned_s
-        self.measured_s += measured_s
-
-    @property
-    def value(self) -> float:
-        """1 where nothing was measured."""
-        return self.measured_s / self.planned_s if self.planned_s > 0 and self.measured_s > 0 else 1.0
-
-
 class _Scales:
     """Factors by which the durations of a profile have to be multiplied."""
 
     def __init__(self, plan: Plan, profile: Profile, items: Iterator[_MeasuredOp]) -> None:
-        self._ratios: defaultdict[Hashable, _Ratio] = defaultdict(_Ratio)
+        sums: defaultdict[Hashable, list[float]] = defaultdict(lambda: [0.0, 0.0])
         computing = [op for op in plan.ops if op.computes]
         computed = computations(plan.options, recomputations(plan), profile)
         run = {op.id: what for op, what in zip(computing, computed, strict=True)}
         for item in items:
             for key in _keys(item, plan, profile, run):
-                self._ratios[key].add(item.planned_s, item.measured_s)
+                sums[key][0] += item.planned_s
+                sums[key][1] += item.measured_s
+        self._ratios = {key: own / said if said > 0 and own > 0 else 1.0 for key, (said, own) in sums.items()}
+        """Measured by planned seconds, over several ops; 1 where nothing was measured."""
 
     @property
     def distance(self) -> float:
         """Distance of the farthest ratio from 1, in logarithms."""
-        return max((abs(math.log(ratio.value)) for ratio in self._ratios.values()), default=0.0)
+        return max((abs(math.log(ratio)) for ratio in self._ratios.values()), default=0.0)
 
     def apply(self, profile: Profile) -> Profile:
         """Return ``profile``, scaled."""
@@ -257,7 +242,7 @@ class _Scales:
 
     def _of(self, *keys: Hashable) -> float:
         """Return the ratio of the first of ``keys`` that was measured."""
-        return next((self._ratios[key].value for key in keys if key in self._ratios), 1.0)
+        return next((self._ratios[key] for key in keys if key in self._ratios), 1.0)
 
     def _block(self, block: BlockProfile) -> BlockProfile:
         def scaled(option: str, seconds: float, what: str) -> float:
