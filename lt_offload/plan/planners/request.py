@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 from lt_offload.errors import ConfigError
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import room_within
+from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 
@@ -21,22 +21,12 @@ Allowed = tuple[tuple[OptionProfile, ...], ...]
 """Per block, the options that may be chosen."""
 
 
-class Switches(Protocol):
-    """Switches that decide about the options that a plan may use."""
-
-    @property
-    def activation_offload(self) -> bool:
-        """True if activations may be copied to the host."""
-
-    @property
-    def recompute(self) -> bool:
-        """True if activations may be computed again."""
-
-
 _RECOMPUTING = ("recompute", "mixed", "reload", "discard", "fused", "chunked")
 
 
-def allowed_options(block: BlockProfile, switches: Switches, *, discard: bool = False) -> tuple[OptionProfile, ...]:
+def allowed_options(
+    block: BlockProfile, switches: Settings | OffmateConfig, *, discard: bool = False
+) -> tuple[OptionProfile, ...]:
     """Return the options of ``block`` that the switches allow; raises ``ConfigError`` if none is left.
 
     ``discard``: also the option whose activations other blocks' forwards, run again, have to bring back.

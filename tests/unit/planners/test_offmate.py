@@ -215,15 +215,6 @@ def test_a_time_limit_that_is_too_short_is_named() -> None:
         solve_offmate(llama7b_b4(16), paper(8, time_limit=0.01), PaperProgram)
 
 
-@pytest.mark.parametrize(
-    "setting", [{"reach": 1}, {"gradient_reach": 0}, {"update_reach": 2}, {"lookahead": -1}, {"phi": -0.1}]
-)
-def test_settings_out_of_range(setting: dict[str, Any]) -> None:
-    (name,) = setting
-    with pytest.raises(ConfigError, match=f"^{name}="):
-        OffmateConfig(budget_bytes=None, **setting)
-
-
 # Solvers.
 
 

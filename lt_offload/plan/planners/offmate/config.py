@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_offload.errors import ConfigError
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffmateConfig:
@@ -55,19 +53,3 @@ class OffmateConfig:
     """Relative distance to the bound above which a rounded solution is not good enough."""
     time_limit: float = 30.0
     """Seconds for everything."""
-
-    def __post_init__(self) -> None:
-        least = {
-            "reach": 2,
-            "gradient_reach": 1,
-            "lag": 0,
-            "lookahead": 0,
-            "traffic_weight": 0,
-            "phi": 0,
-            "gap": 0,
-        }
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ConfigError(f"{name}={getattr(self, name)} is too small; it is at least {smallest}")
-        if self.update_reach is not None and self.update_reach < self.gradient_reach:
-            raise ConfigError(f"update_reach={self.update_reach} is less than gradient_reach={self.gradient_reach}")
