@@ -80,21 +80,27 @@ class _DeviceRange:
 
 
 @dataclass(frozen=True, slots=True)
-class _FreedRange:
-    """A range that was used before, and the accesses that its next writer has to be ordered after."""
+class _UsedRange:
+    """A range of the arena that was used before, or of the host memory of gradients."""
 
     low: int
     high: int
     accesses: tuple[_OpAccess, ...]
+    """The accesses that its next writer has to be ordered after; of gradients, the copy that brought them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """A range of the host memory of gradients, and the op that copied to it last."""
-
-    low: int
-    high: int
-    op: Op
+def _displaced(ranges: list[_UsedRange], low: int, high: int) -> list[_UsedRange]:
+    """Take the addresses from ``low`` to ``high`` out of ``ranges``; return those that had some of them."""
+    displaced, kept = [], []
+    for former in ranges:
+        if former.low >= high or former.high <= low:
+            kept.append(former)
+            continue
+        displaced.append(former)
+        rest = (replace(former, high=low), replace(former, low=high))
+        kept += [part for part in rest if part.low < part.high]
+    ranges[:] = kept
+    return displaced
 
 
 class _Ordering:
@@ -119,11 +125,11 @@ class _Ordering:
         self.order: list[int] = []
         """Offsets of live buffers, ascending."""
         self.at: dict[int, _DeviceRange] = {}
-        self.freed: list[_FreedRange] = []
+        self.freed: list[_UsedRange] = []
         self.releases: dict[int, list[_Key]] = defaultdict(list)
         self.held: dict[int, list[_OpAccess]] = defaultdict(list)
         self.given_back: list[_OpAccess] = []
-        self.arrived: list[_Arrived] = []
+        self.arrived: list[_UsedRange] = []
         self.computed: _OpAccess | None = None
         self.places: dict[int, int] = {}
         """Offset to which the present op brings each tensor."""
@@ -287,28 +293,23 @@ class _Ordering:
             self._report(op, f"residency: {self._what(key)} is on the device already")
             return
         buffer = self._place(key, self.places[key[1]], describe(op))
-        for former in self._take(buffer):
-            self._require(access, clock, former, f"the arena range of {self._what(key)}")
+        for former in _displaced(self.freed, buffer.low, buffer.high):
+            for other in former.accesses:
+                self._require(access, clock, other, f"the arena range of {self._what(key)}")
         buffer.cell.write = access
 
     def _arrive(self, access: _OpAccess, clock: _Clock, low: int, high: int) -> None:
         """Take a range of the host memory of gradients; earlier gradients there must have been read."""
-        kept = [_Arrived(low, high, access.op)]
-        for former in self.arrived:
-            if former.low >= high or former.high <= low:
-                kept.append(former)
-                continue
-            for t in self.plan.tensors(former.op):
-                what = self._grad(t, former.op.rows == "looked up")
+        for former in (arrival.op for one in _displaced(self.arrived, low, high) for arrival in one.accesses):
+            for t in self.plan.tensors(former):
+                what = self._grad(t, former.rows == "looked up")
                 cell = self.cells["host", what[0], t]
                 for other in cell.accesses():
                     self._require(access, clock, other, self._what(what))
                 # Each write forgets the reads before it: no read since means that no update has had this gradient.
                 if not cell.reads:
                     self._report(access.op, f"host_offset: it overwrites {self._what(what)}, which no update has read")
-            rest = (replace(former, high=low), replace(former, low=high))
-            kept += [part for part in rest if part.low < part.high]
-        self.arrived = kept
+        self.arrived.append(_UsedRange(low, high, (access,)))
 
     def _drop(self, op: Op, key: _Key) -> None:
         buffer = self._on_device(op, key)
@@ -359,21 +360,7 @@ class _Ordering:
             del self.order[bisect.bisect_left(self.order, buffer.low)]
         accesses = buffer.cell.accesses()
         if accesses:
-            self.freed.append(_FreedRange(buffer.low, buffer.high, tuple(accesses)))
-
-    def _take(self, buffer: _DeviceRange) -> list[_OpAccess]:
-        """Return the accesses to the range by its former occupants, and forget them."""
-        former: list[_OpAccess] = []
-        kept: list[_FreedRange] = []
-        for freed in self.freed:
-            if freed.low >= buffer.high or freed.high <= buffer.low:
-                kept.append(freed)
-                continue
-            former += freed.accesses
-            rest = (replace(freed, high=buffer.low), replace(freed, low=buffer.high))
-            kept += [part for part in rest if part.low < part.high]
-        self.freed = kept
-        return former
+            self.freed.append(_UsedRange(buffer.low, buffer.high, tuple(accesses)))
 
     # -- accesses --------------------------------------------------------------------------------------------------
 
