@@ -6,6 +6,8 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 
 from lt_offload.plan.assembly.copies import PlacedCopy
@@ -164,21 +166,22 @@ class _Linker:
             return {release for at in others for release in self.releases[at]}
         # The plan is cyclic: a release with a higher number is that of the iteration before.
         ago = (fetch - self.released - 1) % len(self.emitted.ops)
-        open_ranges = [(low, high)]
-        waits: set[int] = set()
-        for at in others[np.argsort(ago[others], kind="stable")]:
-            left = without(open_ranges, int(self.low[at]), int(self.high[at]))
-            if left != open_ranges:
-                open_ranges = left
-                waits.update(self.releases[at])
-            if not open_ranges:
-                break
-        return waits
+        latest = others[np.argsort(ago[others], kind="stable")]
+        formers = ((int(self.low[at]), int(self.high[at]), self.releases[at]) for at in latest)
+        return set().union(*last_occupants(low, high, formers))
 
 
-def without(ranges: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    """Return ``ranges`` less ``[low, high)``."""
-    parts = []
-    for start, end in ranges:
-        parts += [(start, min(end, low)), (max(start, high), end)]
-    return [(start, end) for start, end in parts if start < end]
+def last_occupants(low: int, high: int, formers: Iterable[tuple[int, int, Ids]]) -> Iterator[Ids]:
+    """Yield the ops of those that were the last in some part of ``[low, high)``.
+
+    ``formers``: ranges with ops, the latest first.
+    """
+    open_ranges = [(low, high)]
+    for start, end, ops in formers:
+        parts = [part for a, b in open_ranges for part in ((a, min(b, start)), (max(a, end), b))]
+        left = [(a, b) for a, b in parts if a < b]
+        if left != open_ranges:
+            open_ranges = left
+            yield ops
+        if not open_ranges:
+            return

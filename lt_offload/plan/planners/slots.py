@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.assembly.link import without
+from lt_offload.plan.assembly.link import last_occupants
 from lt_offload.plan.assembly.placement import Lifetime, Placement, place
 from lt_offload.plan.iteration.durations import slowed
 from lt_offload.plan.iteration.memory import host_bytes
@@ -136,16 +136,7 @@ def _simulated_ends(trace: Trace, arrivals: Sequence[_Arrival]) -> list[int]:
 
 def _former_updates(at: int, arrivals: Sequence[_Arrival], slots: Sequence[int]) -> set[int]:
     """Return the updates that read what was last at the addresses of an arrival; earlier ones were awaited by them."""
-    open_ranges = [(slots[at], slots[at] + arrivals[at].bytes)]
-    updates: set[int] = set()
-    for ago in range(1, len(arrivals)):
-        other = (at - ago) % len(arrivals)
-        # The walk is backwards in time: gradients that were there before the last
-        # ones were awaited by the copy of these.
-        left = without(open_ranges, slots[other], slots[other] + arrivals[other].bytes)
-        if left != open_ranges:
-            open_ranges = left
-            updates.update(arrivals[other].updates)
-        if not open_ranges:
-            break
-    return updates
+    # The walk is backwards in time: gradients that were there before the last ones were awaited by the copy of these.
+    before = ((at - ago) % len(arrivals) for ago in range(1, len(arrivals)))
+    formers = ((slots[other], slots[other] + arrivals[other].bytes, arrivals[other].updates) for other in before)
+    return set().union(*last_occupants(slots[at], slots[at] + arrivals[at].bytes, formers))
