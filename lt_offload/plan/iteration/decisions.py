@@ -103,6 +103,17 @@ def uses(
     return sorted({*forwards, *backward_steps(blocks, profile), *again})
 
 
+def stays_between(gaps: Sequence[tuple[int, int]], steps: int) -> tuple[Interval, ...]:
+    """Return the stays from the end of each gap to the beginning of the next, cyclically.
+
+    ``gaps``: by the use after which it goes and the use for which it returns, ascending; ``steps``: of an iteration.
+    """
+    return tuple(
+        Interval(start=following % steps, end=gaps[(at + 1) % len(gaps)][0] % steps)
+        for at, (_, following) in enumerate(gaps)
+    )
+
+
 def hosted(decisions: Decisions, profile: Profile) -> Decisions:
     """Return ``decisions`` with all updates on the host: no weight stays on the device from its update on."""
 

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lt_offload.plan.assembly.sets import Sets
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, resident_tensors, uses
+from lt_offload.plan.iteration.decisions import (
+    Decisions,
+    Interval,
+    TensorDecision,
+    resident_tensors,
+    stays_between,
+    uses,
+)
 from lt_offload.plan.iteration.memory import aligned, backward_steps, budget_for, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.ladder import ladder
@@ -96,10 +103,7 @@ def _short_stays(blocks: tuple[int, ...], profile: Profile, *, stale: bool) -> t
         for use, following in zip(needed, [*needed[1:], needed[0] + steps], strict=True)
         if (stale and use == update) or following > use + 1
     ]
-    return tuple(
-        Interval(start=following % steps, end=gaps[(at + 1) % len(gaps)][0] % steps)
-        for at, (_, following) in enumerate(gaps)
-    )
+    return stays_between(gaps, steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

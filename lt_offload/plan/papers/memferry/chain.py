@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from lt_offload.plan.iteration.computations import Computation, computations
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, stays_between, uses
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.papers.memferry.model import MemFerryLayer, MemFerryWeight
 from lt_offload.schema.profile import OptionName, Profile, TensorProfile
 
@@ -96,7 +98,7 @@ def to_decisions(
         tensors.append(
             TensorDecision(
                 place="host" if tensor.trainable else "none",
-                stays=tuple(_stays(profile, tensor, reading)),
+                stays=_stays(profile, tensor, reading),
                 zero_copy=reading.zero_copy,
                 grad_zero_copy=index in written,
             )
@@ -104,19 +106,15 @@ def to_decisions(
     return Decisions(tensors=tuple(tensors), options=options)
 
 
-def _stays(profile: Profile, tensor: TensorProfile, reading: Reading) -> Iterator[Interval]:
-    """Yield the stays that cover the uses with a device copy; what travels leaves after the backward in any case."""
+def _stays(profile: Profile, tensor: TensorProfile, reading: Reading) -> tuple[Interval, ...]:
+    """Return the stays that cover the uses with a device copy; what travels leaves after the backward in any case."""
     copied = [step for step in uses(tensor.blocks, profile) if step not in reading.zero_copy]
     if reading.always or not copied:
-        return
-    first = last = copied[0]
-    for step in copied[1:]:
-        # Without a step between them there is nothing to be gained by leaving.
-        if reading.leaves and step - last > 1:
-            yield Interval(start=first, end=last)
-            first = step
-        last = step
-    yield Interval(start=first, end=last)
+        return ()
+    steps = len(timeline(profile))
+    # Without a step between them there is nothing to be gained by leaving.
+    gaps = [(last, step) for last, step in pairwise(copied) if reading.leaves and step - last > 1]
+    return stays_between([(copied[-1], copied[0] + steps), *gaps], steps)
 
 
 def _zip(profile: Profile, readings: Sequence[Reading]) -> Iterator[tuple[TensorProfile, Reading]]:

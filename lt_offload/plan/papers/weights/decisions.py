@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision
+from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, stays_between
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.papers.weights.model import Gap, Phase, WeightChain
@@ -95,15 +95,10 @@ class Setting:
         forward, backward = steps.forward(layer), steps.backward(layer)
         # A block without backward is not used between its forwards.
         uses = (forward, backward) if self.profile.blocks[layer].has_backward else (forward,)
-        # One gap is one long stay around the other end of the iteration; two gaps leave a stay at each use.
-        if len(gone) == 1:
-            first, last = (uses[0], uses[-1]) if "backward" in gone else (uses[-1], uses[0])
-            stays = [Interval(start=first, end=last)]
-        else:
-            stays = [Interval(start=step, end=step) for step in uses]
-        return TensorDecision(
-            place=place, stays=tuple(stays), write_back=None if place in ("none", "host") else backward
-        )
+        around = uses[-1], uses[0] + len(steps)
+        gaps = {"backward": around, "forward": uses if len(uses) > 1 else around}
+        stays = stays_between(list(dict.fromkeys(gap for after, gap in gaps.items() if after in gone)), len(steps))
+        return TensorDecision(place=place, stays=stays, write_back=None if place in ("none", "host") else backward)
 
     def _with(self, tensors: Iterable[TensorDecision]) -> Decisions:
         return Decisions(tensors=tuple(tensors), options=self.options)

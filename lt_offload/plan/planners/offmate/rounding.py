@@ -22,7 +22,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
+from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, stays_between, uses
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solution
 from lt_offload.plan.planners.request import Allowed, held_bytes
@@ -180,14 +180,11 @@ class _Rounding:
     def _decision(self, tensor: int, place: UpdatePlace, write_back: int | None) -> TensorDecision:
         """Return a decision with stays from the end of each gap that it is gone through to the next of them."""
         gone = [gap for gap, stay in zip(self.gaps, self.staying, strict=True) if tensor not in stay]
-        stays = []
-        for at, (_, following) in enumerate(gone):
-            last = gone[(at + 1) % len(gone)][0]
-            if at == len(gone) - 1 and write_back is not None:  # it has been updated since it came
-                last = max(last, write_back)
-            stays.append(Interval(start=self._step(following), end=self._step(last)))
+        if gone and write_back is not None:  # it has been updated since it came
+            gone[0] = max(gone[0][0], write_back), gone[0][1]
         back = None if write_back is None else self._step(write_back)
-        return TensorDecision(place=place, stays=tuple(stays), write_back=back)
+        gaps = [(self.update + use, self.update + following) for use, following in gone]
+        return TensorDecision(place=place, stays=stays_between(gaps, self.steps), write_back=back)
 
     def _write_backs(self, release: Mapping[int, int]) -> dict[int, int]:
         """Return, per tensor that is updated on the device and leaves, the tau after whose computation it is copied.
@@ -257,14 +254,7 @@ class _Rounding:
 
     def _stale(self, use: int) -> frozenset[int]:
         """Return what cannot stay after ``use``: the host updates it."""
-        return self.host if self._updated_in(use) else frozenset()
-
-    def _updated_in(self, use: int) -> bool:
-        return use == 0
-
-    def _stale_share(self, use: int) -> float:
-        """The part of the group that the program could not keep after ``use``."""
-        return self.flows.host_share * self.group.trainable_bytes / self.group.bytes if self._updated_in(use) else 0.0
+        return frozenset() if use else self.host
 
     def _gap_set(self, ordinal: int, use: int, following: int, before: frozenset[int]) -> frozenset[int]:
         """Return the tensors that stay on the device from ``use`` to ``following``.
@@ -279,7 +269,9 @@ class _Rounding:
         share = float(inside.min())
         if share <= _NOTHING:
             return self.tiny
-        if share >= 1 - self._stale_share(use) - _NOTHING:
+        # What the host updates, the program could not keep either.
+        stale_share = 0.0 if use else self.flows.host_share * self.group.trainable_bytes / self.group.bytes
+        if share >= 1 - stale_share - _NOTHING:
             return frozenset(candidates)
         target = share * self.group.bytes + self.carry.gaps.get(ordinal, 0.0)
         preferred = [t for t in candidates if t in before]
