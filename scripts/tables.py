@@ -39,6 +39,25 @@ def bench(results: Sequence[Result]) -> str:
     return "\n\n".join(parts)
 
 
+_HEADINGS: dict[str, str] = {
+    "trainer": "Settings of the Trainer and of the module",
+    "hf": "Arguments of transformers' Trainer and of TRL's",
+    "accelerate": "Loops with accelerate",
+    "model": "Models",
+    "optimizer": "Optimizers",
+    "run": "What shows only while training runs",
+}
+
+
+def refusals() -> str:
+    """Return the table for people: what is refused and what works instead; errors say why, too."""
+    parts = []
+    for scope, heading in _HEADINGS.items():
+        rows = [f"| {row.name} | {row.instead} |" for row in limits.LIMITS if row.scope == scope]
+        parts += [f"## {heading}", "", "| not supported | instead |", "|---|---|", *rows, ""]
+    return "\n".join(parts).rstrip()
+
+
 def read(folder: Path) -> dict[str, list[Result]]:
     """Return the result files in ``folder`` by their kind."""
     results: dict[str, list[Result]] = {}
@@ -55,7 +74,7 @@ def pages(root: Path) -> dict[Path, str]:
         "README.md": {"numbers": figures.headline(results)},
         "docs/gpu.md": {"bench": bench(results.get("bench", [])), "budgets": figures.budgets(gpu)},
         "docs/limits.md": {
-            "limits": limits.markdown(),
+            "limits": refusals(),
             "optimizers": breadth_tables.optimizers(results.get(breadth_tables.NAME, [])),
             "muon": breadth_tables.muon(results.get("muon", [])),
         },

@@ -1,8 +1,8 @@
 """All combinations that are refused, in one table, each with the reason and with what works instead.
 
 A setting is refused where the strategy could not honour it exactly. :func:`check` raises from the table before training
-starts, :func:`markdown` prints it for the documentation, and a use that shows only while training runs raises its
-row's :meth:`Limit.error`. Foreign optimizers are tried on a few small tensors.
+starts, the documentation prints it, and a use that shows only while training runs raises its row's
+:meth:`Limit.error`. Foreign optimizers are tried on a few small tensors.
 """
 
 from lt_offload.limits import hf as _hf  # noqa: F401  its rows
@@ -15,4 +15,3 @@ from lt_offload.limits.table import LIMITS as LIMITS
 from lt_offload.limits.table import Limit as Limit
 from lt_offload.limits.table import Setup as Setup
 from lt_offload.limits.table import check as check
-from lt_offload.limits.table import markdown as markdown

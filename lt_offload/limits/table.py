@@ -65,25 +65,6 @@ def check(scope: Scope, run: Setup, *, training: bool = True) -> None:
         raise UnsupportedError("not supported by the offmate strategy:\n" + "\n".join(f"- {line}" for line in problems))
 
 
-_HEADINGS: dict[Scope, str] = {
-    "trainer": "Settings of the Trainer and of the module",
-    "hf": "Arguments of transformers' Trainer and of TRL's",
-    "accelerate": "Loops with accelerate",
-    "model": "Models",
-    "optimizer": "Optimizers",
-    "run": "What shows only while training runs",
-}
-
-
-def markdown() -> str:
-    """Return the table for people: what is refused and what works instead; errors say why, too."""
-    parts = []
-    for scope, heading in _HEADINGS.items():
-        rows = [f"| {row.name} | {row.instead} |" for row in LIMITS if row.scope == scope]
-        parts += [f"## {heading}", "", "| not supported | instead |", "|---|---|", *rows, ""]
-    return "\n".join(parts).rstrip()
-
-
 LIMITS: list[Limit] = []
 """The table, in the order of the documentation."""
 
