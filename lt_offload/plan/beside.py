@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.iteration.durations import gathered, slowed
-from lt_offload.plan.planners.priced import priced
+from lt_offload.plan.planners.priced import fastest, priced
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -59,10 +59,7 @@ def plan_processes(profile: Profile, settings: Settings, plan_one: Callable[[Pro
     except (ConfigError, UnsupportedError):
         if problem is not None:
             raise problem from None
-    best = min(plans, key=lambda plan: plan.predicted.iteration_s)
-    bound = min(plan.predicted.lower_bound_s for plan in plans)
-    proved = all(plan.predicted.proved for plan in plans)
-    return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
+    return fastest(plans)
 
 
 def _needed(error: InfeasibleError) -> int:

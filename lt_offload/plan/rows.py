@@ -20,24 +20,28 @@ from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.iteration.durations import timed
 from lt_offload.plan.iteration.memory import aligned
 from lt_offload.plan.planners.candidates import Candidate
+from lt_offload.plan.planners.request import DEFAULTS
+from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import ALIGNMENT, Pass, Plan
 from lt_offload.schema.profile import BlockProfile, Profile, ReadProfile
 
 
-def table_of(profile: Profile) -> int | None:
+def table_of(profile: Profile, settings: Settings = DEFAULTS) -> int | None:
     """Return the table that may be updated by rows; None if there is none, or several processes share it.
 
     Args:
         profile: without sums of gradients, also for plans that add them up.
+        settings: which planner plans, and whether the host may update.
     """
     tables = [
         index
         for index, tensor in enumerate(profile.tensors)
         if tensor.lookup_bytes and tensor.zero_copy and not tensor.sum_bytes
     ]
-    return tables[0] if len(tables) == 1 and profile.processes == 1 else None
+    allowed = settings.planner in ("auto", "offmate") and settings.host_update and profile.processes == 1
+    return tables[0] if len(tables) == 1 and allowed else None
 
 
 def as_head(profile: Profile, table: int) -> Profile:

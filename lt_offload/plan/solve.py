@@ -33,7 +33,7 @@ from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.passes import PassProgram, kept_in_ram
 from lt_offload.plan.planners.offmate.program import MakeProgram, lower_bound
 from lt_offload.plan.planners.offmate.search import search_programs
-from lt_offload.plan.planners.priced import priced
+from lt_offload.plan.planners.priced import fastest, priced
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.tables import read_tables
 from lt_offload.plan.rows import as_head, in_two_parts, room_of_rows, table_of
@@ -264,7 +264,7 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
     """Return the best plan, also of those that update a table of tied embeddings in two parts."""
     if table is not None:
         return _of_tensors(profile, settings, bounded=bounded, table=table)
-    index = table_of(profile) if settings.planner in ("auto", "offmate") and settings.host_update else None
+    index = table_of(profile, settings)
     if index is None:
         return _of_tensors(profile, settings, bounded=bounded)
     # Two plans share the user's time.
@@ -291,11 +291,7 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
     if parted is None and isinstance(whole, InfeasibleError):
         raise whole
     plans = [plan for plan in (whole, parted) if isinstance(plan, Plan)]
-    # No plan of either kind is faster than the lower bound of both.
-    bound = min(plan.predicted.lower_bound_s for plan in plans)
-    best = min(plans, key=lambda plan: plan.predicted.iteration_s)
-    proved = whole is not None and all(plan.predicted.proved for plan in plans)
-    return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))
+    return fastest(plans, proved=whole is not None)
 
 
 def _all_fits(profile: Profile, settings: Settings) -> bool:
@@ -434,29 +430,26 @@ class _Selection:
                 # be refused that fit.
                 self._ask("memferry", propose_memferry)
         elif (method := (_ASKED_BY_AUTO | _BY_NAME).get(planner)) is not None:
-            self._add_by_name(planner, method)
+            self._ask(planner, method)
 
     def _ask(self, name: PlannerName, propose: Callable[[Request], list[Proposal]]) -> None:
-        """Add the proposals of one planner; only the first if the best plan is near its bound already."""
-        enough = self._good_enough()
-        if self.candidates.fitting and self._left <= 0:
+        """Add the proposals of one planner; only the first if the best plan is near its bound already.
+
+        A planner that was asked for by name does its best, whatever others can do.
+        """
+        named = self.planner == name
+        enough = not named and self.bounds.are_near(self.candidates.fastest_s)
+        if not named and self.candidates.fitting and self._left <= 0:
             self.candidates.cut_short(name)
             return
         try:
-            proposals = propose(replace(self.request, beat_s=self.candidates.fastest_s))
+            proposals = propose(self.request if named else replace(self.request, beat_s=self.candidates.fastest_s))
         except NotApplicable as reason:
+            if named:
+                raise self._does_not_apply(name, str(reason)) from None
             self.candidates.fail(name, str(reason))
             return
         for proposal in proposals[:1] if enough else proposals:
-            self.candidates.add(proposal)
-
-    def _add_by_name(self, name: PlannerName, propose: Callable[[Request], list[Proposal]]) -> None:
-        """Add the proposals of a planner that was asked for by name: it does its best, whatever others can do."""
-        try:
-            proposals = propose(self.request)
-        except NotApplicable as reason:
-            raise self._does_not_apply(name, str(reason)) from None
-        for proposal in proposals:
             self.candidates.add(proposal)
 
     def _does_not_apply(self, name: PlannerName, reason: str) -> UnsupportedError:
@@ -505,9 +498,6 @@ class _Selection:
                 self.candidates.add(Proposal(name=name, sets=Sets(decisions, self.profile)))
 
     # -- choice ------------------------------------------------------------------------------------------------------
-
-    def _good_enough(self) -> bool:
-        return self.bounds.are_near(self.candidates.fastest_s)
 
     def _best(self, *, bounded: bool) -> Plan:
         best = self.candidates.best()

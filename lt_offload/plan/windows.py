@@ -105,7 +105,8 @@ def plan_windows(
         plan = plan_one(profile, replace(settings, accumulate=1, delayed=False))
         return _bounded(for_windows(plan, profile, settings), least())
     # Two plans share the user's time, or three.
-    table = _table(profile, settings)
+    # Of one gradient, which is the sum, too little is gained where the update waits for the backward anyway.
+    table = table_of(profile, settings) if settings.accumulate > 1 else None
     window = settings.accumulate
     half = replace(for_one(settings), time_limit=settings.time_limit / (2 if table is None else 3))
     mean = for_windows(plan_one(with_sums(profile, window), half), profile, settings)
@@ -121,14 +122,6 @@ def plan_windows(
     if table is not None:
         plans += _by_rows(profile, table, replace(settings, time_limit=half.time_limit), plan_one)
     return _bounded(min(plans, key=lambda plan: plan.predicted.iteration_s), least_s)
-
-
-def _table(profile: Profile, settings: Settings) -> int | None:
-    """Return the table whose gradients may be added up by rows, and that may be updated so, unless updates wait."""
-    if settings.planner not in ("auto", "offmate") or not settings.host_update:
-        return None
-    # Of one gradient, which is the sum, too little is gained where the update waits for the backward anyway.
-    return table_of(profile) if settings.accumulate > 1 else None
 
 
 def _by_rows(profile: Profile, table: int, settings: Settings, plan_one: Callable[..., Plan]) -> Iterator[Plan]:

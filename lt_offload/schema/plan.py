@@ -432,6 +432,11 @@ class Plan(Strict):
             return (*ADDING, "settling")
         return (*ADDING, "updating") if self.adds_up else ("updating",)
 
+    @property
+    def adding(self) -> int:
+        """Passes per update that only add up: where updates wait, all but a settling pass that comes on top."""
+        return self.window if self.delayed else self.window - 1
+
     def program(self, which: Pass) -> list[Op]:
         """Return the ops of a kind of pass, in the order of issue."""
         return [op for op in self.ops if which in op.passes]
@@ -439,9 +444,7 @@ class Plan(Strict):
     @property
     def counts(self) -> tuple[int, ...]:
         """Times that an iteration, up to an update, carries out each op."""
-        # Where updates wait, every micro-batch adds up and the settling pass comes on top.
-        adding = self.window if self.delayed else self.window - 1
-        times = {"beginning": 1, "accumulating": adding - 1}
+        times = {"beginning": 1, "accumulating": self.adding - 1}
         counts = (sum(times.get(which, 1) for which in op.passes) for op in self.ops)
         return tuple(1 if op.kind == "reduce" else count for op, count in zip(self.ops, counts, strict=True))
 

@@ -64,7 +64,7 @@ def exchange_s(plan: Plan, profile: Profile) -> float:
         seconds += moved * by_place["host"] / memory
     # A plan for one micro-batch that has no room for sums is one whose updates do not wait.
     waits = plan.delayed or any(tensor.sum_bytes for tensor in profile.tensors)
-    if _adds_up_first(profile) and waits:
+    if _owners_alone(profile) and profile.added_up_first and waits:
         places = zip(profile.tensors, plan.update_places, strict=True)
         owned = sum(added(tensor) for tensor, place in places if place == "host")
         seconds += owned * (3 * count - 1) / 3 / profile.optimizer.host_bytes_per_s
@@ -139,10 +139,6 @@ def gathered(tensor: TensorProfile, profile: Profile) -> float:
     """
     several = _owners_alone(profile) and not profile.added_up_first
     return added(tensor) * (profile.processes + 1) / 3 if several else 0.0
-
-
-def _adds_up_first(profile: Profile) -> bool:
-    return _owners_alone(profile) and profile.added_up_first
 
 
 def _owners_alone(profile: Profile) -> bool:

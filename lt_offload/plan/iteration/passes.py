@@ -13,7 +13,7 @@ _SHOWN = 2
 
 def shown_passes(plan: Plan) -> tuple[Pass, ...]:
     """Return the passes that stand for a window of ``plan``."""
-    adding: list[Pass] = ["accumulating"] * min(_adding(plan), _SHOWN)
+    adding: list[Pass] = ["accumulating"] * min(plan.adding, _SHOWN)
     if adding:
         adding[0] = plan.passes[0]
     return (*adding, plan.passes[-1])
@@ -21,11 +21,7 @@ def shown_passes(plan: Plan) -> tuple[Pass, ...]:
 
 def more_passes(plan: Plan) -> int:
     """Return the number of passes like the second, besides the shown ones."""
-    return max(_adding(plan) - _SHOWN, 0)
-
-
-def _adding(plan: Plan) -> int:
-    return plan.window if plan.delayed else plan.window - 1
+    return max(plan.adding - _SHOWN, 0)
 
 
 def unrolled(plan: Plan, passes: Sequence[Pass]) -> tuple[tuple[Op, ...], tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lt_offload.plan.iteration.durations import timed
@@ -27,3 +28,14 @@ def priced(plan: Plan, profile: Profile) -> Plan:
         host_peak_bytes=trace.host_peak,
     )
     return replace(plan, predicted=predicted)
+
+
+def fastest(plans: Sequence[Plan], *, proved: bool = True) -> Plan:
+    """Return the fastest of ``plans`` of several kinds, with a bound that no plan of any kind beats.
+
+    ``proved``: False if of one kind there is no plan.
+    """
+    bound = min(plan.predicted.lower_bound_s for plan in plans)
+    best = min(plans, key=lambda plan: plan.predicted.iteration_s)
+    proved = proved and all(plan.predicted.proved for plan in plans)
+    return replace(best, predicted=replace(best.predicted, lower_bound_s=bound, proved=proved))

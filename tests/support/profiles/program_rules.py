@@ -151,7 +151,7 @@ def broken_weights(profile: Profile, group: Group, flows: SolvedFlows) -> list[s
 
 def broken_updates(group: Group, flows: SolvedFlows) -> list[str]:
     found = []
-    first_use = (group.first_forward - group.last_backward) % len(flows.resident)
+    first_use = (group.blocks[0] - group.last_backward) % len(flows.resident)
     share = group.trainable_bytes / group.bytes
     arrived = updated = 0.0
     late = first_use < 3  # the update belongs to the step of the forward, which waits for it
@@ -264,9 +264,9 @@ def least_step_s(
         host += np.roll(group.trainable_bytes * flows.host_update, group.last_backward) / optimizer.host_bytes_per_s
         on_device = (1 - flows.host_share) * group.trainable_bytes / optimizer.device_bytes_per_s
         compute[group.last_backward] += on_device + config.phi * left[0]
-        if group.first_forward == (group.last_backward + 1) % steps:  # the forward waits for its update
+        if group.blocks[0] == (group.last_backward + 1) % steps:  # the forward waits for its update
             moved = flows.host_share * group.trainable_bytes
-            h2d[group.first_forward] += moved / hardware.h2d_bytes_per_s
+            h2d[group.blocks[0]] += moved / hardware.h2d_bytes_per_s
             waiting = moved / hardware.h2d_bytes_per_s + moved / optimizer.host_bytes_per_s
-            compute[group.first_forward] += config.phi * waiting
+            compute[group.blocks[0]] += config.phi * waiting
     return np.max([compute, h2d, d2h, host], axis=0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -121,7 +120,8 @@ class _Planner:
 
     def __init__(self, request: Request) -> None:
         self.request, self.profile = request, request.profile
-        places = tuple(_place(tensor) for tensor in self.profile.tensors)
+        places: tuple[UpdatePlace, ...]
+        places = tuple("host" if tensor.trainable else "none" for tensor in self.profile.tensors)
         self.options = ladder(self.profile, request.allowed).top
         reserve = request.settings.gradient_reserve
         # If the user does not say, all that can be is kept while that fits without giving anything else up.
@@ -209,10 +209,12 @@ class _Planner:
                 if len(tensor.blocks) > 1 and tensor.trainable and self._reads_table(tensor):
                     readings[index] = Reading(zero_copy=embedding_steps(profile, tensor))
         costs = chain(profile, self.options, readings)
-        choose: Callable[[ProfileChain], CopiedWeights] = {"best": _best, "small": self._small, "none": _all}[
-            variant.zero_copy
-        ]
-        copied = choose(costs)
+        if variant.zero_copy == "best":
+            copied = best_forward(costs.layers)
+        elif variant.zero_copy == "small":
+            copied = self._small(costs)
+        else:
+            copied = tuple((True,) * len(layer.weights) for layer in costs.layers)
         switched = switched_weights(costs.layers, copied) if variant.switch else frozenset()
         for block, tensors in enumerate(costs.tensors):
             for at, index in enumerate(tensors):
@@ -268,15 +270,3 @@ class _Planner:
             )
         kept = kept_gradients([weight_of[index] for index in free], max(left, 0))
         return frozenset(index for index, keep in zip(free, kept, strict=True) if not keep)
-
-
-def _best(costs: ProfileChain) -> CopiedWeights:
-    return best_forward(costs.layers)
-
-
-def _all(costs: ProfileChain) -> CopiedWeights:
-    return tuple((True,) * len(layer.weights) for layer in costs.layers)
-
-
-def _place(tensor: TensorProfile) -> UpdatePlace:
-    return "host" if tensor.trainable else "none"

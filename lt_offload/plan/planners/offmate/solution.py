@@ -23,8 +23,6 @@ class Group:
     bytes: int
     trainable_bytes: int
     state_bytes: int
-    first_forward: int
-    """Step f of the first use."""
     last_backward: int
     """Step g of the last use."""
 
@@ -43,7 +41,6 @@ def groups(profile: Profile) -> tuple[Group, ...]:
             bytes=sum(profile.tensors[i].bytes for i in indices),
             trainable_bytes=sum(profile.tensors[i].bytes for i in indices if profile.tensors[i].trainable),
             state_bytes=sum(profile.tensors[i].state_bytes for i in indices),
-            first_forward=steps.forward(blocks[0]),
             last_backward=steps.backward(blocks[0]),
         )
         for blocks, indices in sorted(members.items())
