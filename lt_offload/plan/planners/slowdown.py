@@ -7,7 +7,6 @@ its clock uses speeds that are slower by what the last simulation has shown on a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from lt_offload.plan.iteration.durations import slowed
 from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, rates
@@ -16,33 +15,28 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaneSlowdown:
-    """Factors by which the work of each lane takes longer than alone."""
-
-    factors: tuple[float, ...] = (1.0,) * len(MACHINE_LANES)
-    """In the order of ``MACHINE_LANES``."""
-
-    def is_near(self, other: LaneSlowdown, part: float) -> bool:
-        """Return whether no lane differs by more than ``part``."""
-        return all(abs(a - b) <= part * max(a, b) for a, b in zip(self.factors, other.factors, strict=True))
-
-    def applied_to(self, profile: Profile) -> Profile:
-        """Return ``profile`` with these lanes slower: each speed is that of one lane."""
-        if self == LaneSlowdown():
-            return profile
-        compute, h2d, d2h, host = (self.factors[lane] for lane in (COMPUTE, H2D, D2H, HOST))
-        return slowed(profile, compute=compute, device=compute, h2d=h2d, d2h=d2h, host=host)
+Factors = tuple[float, ...]
+"""Factors by which the work of each lane takes longer than alone, in the order of ``MACHINE_LANES``."""
 
 
-def at_worst(profile: Profile) -> LaneSlowdown:
-    """Return how slow each lane is while all are busy."""
+def is_near(factors: Factors, others: Factors, part: float) -> bool:
+    """Return whether no lane differs by more than ``part``."""
+    return all(abs(a - b) <= part * max(a, b) for a, b in zip(factors, others, strict=True))
+
+
+def with_slower_lanes(profile: Profile, factors: Factors) -> Profile:
+    """Return ``profile`` with lanes slower by ``factors``: each speed is that of one lane."""
+    compute, h2d, d2h, host = (factors[lane] for lane in (COMPUTE, H2D, D2H, HOST))
+    return slowed(profile, compute=compute, device=compute, h2d=h2d, d2h=d2h, host=host)
+
+
+def shares(profile: Profile) -> bool:
+    """Return whether lanes can slow each other down: some does while all are busy."""
     rate = rates(profile.contention, (1 << len(MACHINE_LANES)) - 1)
-    return LaneSlowdown(factors=tuple(1 / rate[lane] for lane in range(len(MACHINE_LANES))))
+    return any(rate[lane] != 1 for lane in range(len(MACHINE_LANES)))
 
 
-def expected(profile: Profile, busy_s: tuple[float, ...]) -> LaneSlowdown:
+def expected(profile: Profile, busy_s: tuple[float, ...]) -> Factors:
     """Return how slow lanes with so much work are on average if they are busy at independent times.
 
     Args:
@@ -62,10 +56,10 @@ def expected(profile: Profile, busy_s: tuple[float, ...]) -> LaneSlowdown:
                     others = (part[o] if mask >> o & 1 else 1 - part[o] for o in range(len(MACHINE_LANES)) if o != lane)
                     mean += rate[lane] * math.prod(others)
             slow[lane] = 1 / mean if alone else 1.0
-    return LaneSlowdown(factors=tuple(slow))
+    return tuple(slow)
 
 
-def slower(plan: Plan, trace: Trace) -> LaneSlowdown:
+def slower(plan: Plan, trace: Trace) -> Factors:
     """Return how much longer the work of each lane took in ``trace``, a simulation of ``plan``."""
     alone, taken = ({lane.name: 0.0 for lane in MACHINE_LANES} for _ in range(2))
     for op in plan.ops:
@@ -75,7 +69,7 @@ def slower(plan: Plan, trace: Trace) -> LaneSlowdown:
         if span.lane in taken:
             taken[span.lane] += span.end - span.start
     pairs = zip(alone.values(), taken.values(), strict=True)
-    return LaneSlowdown(factors=tuple(max(1.0, longer / least) if least else 1.0 for least, longer in pairs))
+    return tuple(max(1.0, longer / least) if least else 1.0 for least, longer in pairs)
 
 
 _ROUNDS = 6

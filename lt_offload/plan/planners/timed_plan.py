@@ -15,7 +15,7 @@ from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.assembly.work import LaneWork
 from lt_offload.plan.planners.request import Request, cannot_win
-from lt_offload.plan.planners.slowdown import LaneSlowdown, at_worst, expected, slower
+from lt_offload.plan.planners.slowdown import expected, is_near, shares, slower, with_slower_lanes
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
@@ -46,7 +46,7 @@ class PlanScheduler:
     def __init__(self, planner: str, sets: Sets, request: Request) -> None:
         self._planner, self._request, self._profile = planner, request, request.profile
         self._slower = expected(request.profile, LaneWork(sets, request.profile).busy_s)
-        work = LaneWork(sets, self._slower.applied_to(self._profile))
+        work = LaneWork(sets, with_slower_lanes(self._profile, self._slower))
         self._search = Scheduler(work, request.capacity_bytes, request.deadline)
         self.best: TimedPlan | None = None
         self._corrected = False
@@ -74,7 +74,7 @@ class PlanScheduler:
         """Return the fastest plan found; with less care if one that takes ``beat_s`` is out of reach."""
         assert self._search.best is not None
         self.best = self.simulated()
-        if self._shares and not self._corrected:
+        if shares(self._profile) and not self._corrected:
             self._corrected = True
             self._correct()
         # The careful search costs the most time, and what is so much slower will not win by it.
@@ -82,11 +82,6 @@ class PlanScheduler:
             return self.best
         self._build(self._search.finish())
         return self.best
-
-    @property
-    def _shares(self) -> bool:
-        """True if lanes can slow each other down."""
-        return at_worst(self._profile) != LaneSlowdown()
 
     def _build(self, timetable: Timetable) -> TimedPlan:
         profile = self._profile
@@ -107,10 +102,10 @@ class PlanScheduler:
         for _ in range(_CORRECTIONS):
             assert last is not None
             shown = slower(last.plan, last.trace)
-            if shown.is_near(self._slower, _AS_SLOW):
+            if is_near(shown, self._slower, _AS_SLOW):
                 return
             self._slower = shown
-            timetable = self._search.again(shown.applied_to(self._profile))
+            timetable = self._search.again(with_slower_lanes(self._profile, shown))
             if timetable is None:
                 return
             last = self._build(timetable)
@@ -122,6 +117,6 @@ def estimated_s(sets: Sets, request: Request) -> float:
     One schedule, with lanes as slow as they would be if each were busy at any time.
     """
     profile = request.profile
-    profile = expected(profile, LaneWork(sets, profile).busy_s).applied_to(profile)
+    profile = with_slower_lanes(profile, expected(profile, LaneWork(sets, profile).busy_s))
     outcome = Scheduler(LaneWork(sets, profile), request.capacity_bytes).start(tries=1, allow_no_prefetch=False)
     return math.inf if isinstance(outcome, Missed) else outcome.seconds
