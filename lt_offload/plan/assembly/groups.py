@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from lt_offload.plan.assembly.ops import Draft, Emitter
@@ -14,6 +14,8 @@ from lt_offload.schema.plan import InitialCopy, Op, Payload, Plan, TensorGroup
 
 _Key = tuple[Payload, int]
 """Payload and tensor."""
+_ALIKE = tuple({each.name for each in fields(Draft)} & {each.name for each in fields(Op)} - {"offsets", "zero_copy"})
+"""The fields that a draft and its op have in common, and that name no tensors."""
 _AT_START = -1
 """The number, in place of an op's, of copies that are on the device from the start."""
 
@@ -98,20 +100,9 @@ def _over_groups(draft: Draft, groups: Sequence[TensorGroup], of: Mapping[tuple[
     numbers = tuple(dict.fromkeys(of[payload, tensor] for tensor in draft.tensors))
     offset = dict(zip(draft.tensors, draft.offsets, strict=False))
     return Op(
-        id=draft.id,
-        kind=draft.kind,
-        step=draft.step,
-        block=draft.block,
-        lane=draft.lane,
-        payload=draft.payload,
+        **{name: getattr(draft, name) for name in _ALIKE},
         groups=numbers,
         offsets=tuple(offset[groups[number].tensors[0]] for number in numbers) if offset else (),
-        bytes=draft.bytes,
-        after=draft.after,
-        release_after=draft.release_after,
-        save=draft.save,
-        passes=draft.passes,
-        rows=draft.rows,
         zero_copy=tuple(dict.fromkeys(of["weight", tensor] for tensor in draft.zero_copy)),
     )
 
