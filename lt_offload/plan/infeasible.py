@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.iteration.memory import lasting_host_bytes
@@ -155,26 +156,15 @@ def _smaller_inputs(request: Request) -> Iterator[str]:
 
 def _scaled(profile: Profile, ratio: float) -> Profile:
     """Return ``profile`` with activations of ``ratio`` times the size."""
-    return replace(profile, blocks=tuple(_scaled_block(block, ratio) for block in profile.blocks))
 
+    def sizes(part: BlockProfile | OptionProfile, *names: str) -> dict[str, Any]:
+        return {name: int(getattr(part, name) * ratio) for name in names}
 
-def _scaled_block(block: BlockProfile, ratio: float) -> BlockProfile:
-    return replace(
-        block,
-        input_bytes=int(block.input_bytes * ratio),
-        output_bytes=int(block.output_bytes * ratio),
-        options=tuple(_scaled_option(option, ratio) for option in block.options),
-    )
-
-
-def _scaled_option(option: OptionProfile, ratio: float) -> OptionProfile:
-    return replace(
-        option,
-        saved_bytes=int(option.saved_bytes * ratio),
-        offload_bytes=int(option.offload_bytes * ratio),
-        forward_peak_bytes=int(option.forward_peak_bytes * ratio),
-        backward_peak_bytes=int(option.backward_peak_bytes * ratio),
-        held_peak_bytes=None,  # gradients do not shrink
-        passing_peak_bytes=None,
-        before_loss_bytes=None,
-    )
+    # Gradients do not shrink, so that peaks with them are not known.
+    unknown: dict[str, Any] = dict.fromkeys(("held_peak_bytes", "passing_peak_bytes", "before_loss_bytes"))
+    of_option = "saved_bytes", "offload_bytes", "forward_peak_bytes", "backward_peak_bytes"
+    blocks = []
+    for block in profile.blocks:
+        options = tuple(replace(option, **sizes(option, *of_option), **unknown) for option in block.options)
+        blocks.append(replace(block, **sizes(block, "input_bytes", "output_bytes"), options=options))
+    return replace(profile, blocks=tuple(blocks))

@@ -112,7 +112,6 @@ class Smallest:
 
     sets: Sets
     device_bytes: int
-    host_bytes: int
 
 
 def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budget: int | None) -> Smallest | None:
@@ -121,11 +120,10 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
     for options in option_sets(profile, allowed):
         for on_host in (True, False) if host_update else (False,):
             decisions = streaming_decisions(profile, options, host_update=on_host)
-            ram = decisions.least_host_bytes(profile)
-            if host_budget is None or ram <= host_budget:
+            if host_budget is None or decisions.least_host_bytes(profile) <= host_budget:
                 sets = Sets(decisions, profile)
                 needed = budget_for(sets.room_needed, profile)
-                streaming.append(Smallest(sets=sets, device_bytes=needed, host_bytes=ram))
+                streaming.append(Smallest(sets=sets, device_bytes=needed))
     return min(streaming, key=lambda item: item.device_bytes, default=None)
 
 
