@@ -14,10 +14,9 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.iteration.computations import Computation, computations
-from lt_offload.plan.iteration.durations import least_computing_s, slowed
+from lt_offload.plan.iteration.computations import Computation
+from lt_offload.plan.iteration.durations import computations_of, least_computing_s, slowed
 from lt_offload.plan.iteration.durations import timed as with_durations
-from lt_offload.plan.iteration.memory import recomputations
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.lanes import LANES, LaneName, shown
@@ -216,9 +215,7 @@ class _Scales:
 
     def __init__(self, plan: Plan, profile: Profile, items: Iterator[_MeasuredOp]) -> None:
         sums: defaultdict[Hashable, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        computing = [op for op in plan.ops if op.computes]
-        computed = computations(plan.options, recomputations(plan), profile)
-        run = {op.id: what for op, what in zip(computing, computed, strict=True)}
+        run = computations_of(plan, profile)
         for item in items:
             for key in _keys(item, plan, profile, run):
                 sums[key][0] += item.planned_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lt_offload.plan.iteration.computations import computations
+from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.memory import recomputations
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile, TensorProfile, ZeroCopyProfile
@@ -13,17 +13,23 @@ PART_BYTES = 1 << 20
 """Bytes of one message over the network, see ``distributed/sums.py``."""
 
 
+def computations_of(plan: Plan, profile: Profile) -> dict[int, Computation]:
+    """Return the computations of ``plan`` by the ids of their ops."""
+    ops = (op.id for op in plan.ops if op.computes)
+    return dict(zip(ops, computations(plan.options, recomputations(plan), profile), strict=True))
+
+
 def durations(plan: Plan, profile: Profile) -> list[float]:
     """Return the seconds of every op of ``plan`` with the speeds of ``profile``, which may be another machine's.
 
     A computation lasts longer by what it reads in host memory; a backward that writes gradients there lasts longer by
     that, too, noted at the op that says so. What else runs at the same time is left to the simulation.
     """
-    computed = iter(computations(plan.options, recomputations(plan), profile))
+    run = computations_of(plan, profile)
     seconds: list[float] = []
     for op in plan.ops:
         if op.computes:
-            what = next(computed)
+            what = run[op.id]
             seconds.append(what.seconds + what.zero_copy(() if what.idle else plan.zero_copy(op), profile)[1])
         else:
             seconds.append(_seconds(op, plan, profile))

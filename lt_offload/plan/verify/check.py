@@ -11,14 +11,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lt_offload.plan.iteration.computations import SAVED, computations
-from lt_offload.plan.iteration.durations import durations
+from lt_offload.plan.iteration.computations import SAVED
+from lt_offload.plan.iteration.durations import computations_of, durations
 from lt_offload.plan.iteration.memory import (
     aligned,
     backward_steps,
     computation_bytes,
     host_bytes,
-    recomputations,
     state_room,
 )
 from lt_offload.plan.verify.ordering import describe, misordered
@@ -257,15 +256,11 @@ def _bytes(op: Op, plan: Plan, profile: Profile) -> int:
 
 def _direct_bytes(plan: Plan, profile: Profile) -> Iterator[str]:
     """Computations say how much they read in host memory."""
-    expected = computations(plan.options, recomputations(plan), profile)
-    for op, computation in zip(_computations(plan), expected, strict=True):
+    for number, computation in computations_of(plan, profile).items():
+        op = plan.ops[number]
         nbytes, _ = computation.zero_copy(plan.zero_copy(op), profile)
         if op.bytes != nbytes:
             yield f"{describe(op)}: bytes: {op.bytes} are given, it reads {nbytes} directly"
-
-
-def _computations(plan: Plan) -> list[Op]:
-    return [op for op in plan.ops if op.computes]
 
 
 def _order_of_issue(plan: Plan) -> Iterator[str]:
@@ -443,8 +438,9 @@ def _budgets(plan: Plan, profile: Profile) -> Iterator[str]:
     memory = computation_bytes(plan, profile)
     worst = int(memory.argmax())
     if memory[worst] > plan.budget_bytes:
+        op = [op for op in plan.ops if op.computes][worst]
         yield (
-            f"{describe(_computations(plan)[worst])}: budget: {format_bytes(int(memory[worst]))} are needed of "
+            f"{describe(op)}: budget: {format_bytes(int(memory[worst]))} are needed of "
             f"{format_bytes(plan.budget_bytes)} ({int(memory[worst]) - plan.budget_bytes} bytes too many)"
         )
     ram = host_bytes(plan, profile)
