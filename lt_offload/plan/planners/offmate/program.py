@@ -32,48 +32,6 @@ _SNAP = 1e-6
 _HEADROOM = 1e-6
 
 
-class RelaxedPrograms:
-    """The relaxation for a series of budgets of one model.
-
-    Only two bounds differ between them, so that each begins with the solution of the one before.
-    """
-
-    def __init__(self, profile: Profile, config: OffmateConfig) -> None:
-        self._search = ProgramSearch(profile, config)
-        self._method: Method = "interior"
-
-    def solution(self, budget_bytes: int, host_budget_bytes: int | None, time_limit: float) -> Solution:
-        """Return the relaxation's flows with rounded options: what a schedule needs that finds all times anew.
-
-        Raises:
-            InfeasibleError: if the budgets are too small; see :meth:`needed_bytes`.
-            ConfigError: if the switches leave a block without options, or the time limit is too short.
-        """
-        search = self._search
-        search.limit(budget_bytes, host_budget_bytes, time_limit)
-        # Interior points are faster from nothing; from a basis of almost the same program the simplex method is.
-        method, self._method = self._method, "again"
-        if not search.relax(method):
-            raise InfeasibleError("the program has no solution")
-        search.round()
-        program = search.program
-        return Solution(
-            groups=program.groups,
-            flows=tuple(_flows(terms) for terms in program.terms),
-            options=search.options,
-            iteration_s=sum(value_of(step, high=math.inf) * program.seconds_unit for step in program.times),
-        )
-
-    def needed_bytes(self) -> int | None:
-        """Return the smallest device budget with which the last program would have a solution.
-
-        None if none would, or if there is no time to find it.
-        """
-        with suppress(ConfigError, InfeasibleError):
-            return smallest_budget(self._search.program.profile, self._search.config)
-        return None
-
-
 def lower_bound(profile: Profile, config: OffmateConfig, program: MakeProgram = LinearProgram) -> float:
     """Return the seconds that no iteration can beat within the budgets, with transfers within reach of the uses.
 
@@ -148,14 +106,6 @@ class ProgramSearch:
         self._chosen = round_options(fractions, held, kinds)
         return fractions
 
-    def limit(self, budget_bytes: int, host_budget_bytes: int | None, time_limit: float) -> None:
-        """Set other budgets and a new time limit."""
-        self.config = replace(
-            self.config, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, time_limit=time_limit
-        )
-        self.deadline = time.monotonic() + time_limit
-        self.program.limit(budget_bytes, host_budget_bytes)
-
     def relax(self, method: Method = "interior") -> bool:
         """Solve the relaxation and set the bound; returns False if it is infeasible."""
         if not self._solved(self._solve(None, method)):
@@ -220,6 +170,48 @@ class ProgramSearch:
         elif outcome == "stopped":
             self._solved(outcome)
         return min(branched, rounded) < math.inf
+
+
+class RelaxedPrograms(ProgramSearch):
+    """The relaxation for a series of budgets of one model.
+
+    Only two bounds differ between them, so that each begins with the solution of the one before.
+    """
+
+    _method: Method = "interior"
+
+    def solution(self, budget_bytes: int, host_budget_bytes: int | None, time_limit: float) -> Solution:
+        """Return the relaxation's flows with rounded options: what a schedule needs that finds all times anew.
+
+        Raises:
+            InfeasibleError: if the budgets are too small; see :meth:`needed_bytes`.
+            ConfigError: if the switches leave a block without options, or the time limit is too short.
+        """
+        program, self.deadline = self.program, time.monotonic() + time_limit
+        self.config = replace(
+            self.config, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, time_limit=time_limit
+        )
+        program.limit(budget_bytes, host_budget_bytes)
+        # Interior points are faster from nothing; from a basis of almost the same program the simplex method is.
+        method, self._method = self._method, "again"
+        if not self.relax(method):
+            raise InfeasibleError("the program has no solution")
+        self.round()
+        return Solution(
+            groups=program.groups,
+            flows=tuple(_flows(terms) for terms in program.terms),
+            options=self.options,
+            iteration_s=sum(value_of(step, high=math.inf) * program.seconds_unit for step in program.times),
+        )
+
+    def needed_bytes(self) -> int | None:
+        """Return the smallest device budget with which the last program would have a solution.
+
+        None if none would, or if there is no time to find it.
+        """
+        with suppress(ConfigError, InfeasibleError):
+            return smallest_budget(self.program.profile, self.config)
+        return None
 
 
 def value_of(term: Term, high: float = 1.0) -> float:

@@ -226,10 +226,9 @@ class _Rounding:
         if self.flows.host_share <= _NOTHING or not tensors:
             return frozenset()
         target = self.flows.host_share * self.group.trainable_bytes + self.carry.host
-        sizes = [self.profile.tensors[t].bytes for t in tensors]
-        chosen = nearest_subset(sizes, target)
-        self.carry.host = target - sum(sizes[i] for i in chosen)
-        return frozenset(tensors[i] for i in chosen)
+        chosen = self._subset(tensors, target)
+        self.carry.host = target - self._bytes(chosen)
+        return chosen
 
     def _state_set(self) -> frozenset[int]:
         tensors = [t for t in self.group.tensors if self._trainable(t) and t not in self.host and self._states(t)]
@@ -285,8 +284,7 @@ class _Rounding:
         return staying | self.tiny
 
     def _subset(self, tensors: Sequence[int], target: float) -> frozenset[int]:
-        sizes = [self.profile.tensors[t].bytes for t in tensors]
-        return frozenset(tensors[i] for i in nearest_subset(sizes, target))
+        return frozenset(tensors[i] for i in nearest_subset(self._sizes(tensors), target))
 
     def _step(self, tau: int) -> int:
         return (self.update + tau) % self.steps
