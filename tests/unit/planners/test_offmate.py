@@ -14,7 +14,6 @@ import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.baselines import no_offload_s
-from lt_offload.plan.planners.lp import Row, Variable
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.program import RelaxedPrograms, lower_bound, smallest_budget
@@ -219,31 +218,17 @@ def test_a_time_limit_that_is_too_short_is_named() -> None:
 # Solvers.
 
 
-def solved_by_cbc(program: LinearProgram) -> pulp.LpProblem:
-    """The program, written again for PuLP and solved by another solver."""
-    problem = pulp.LpProblem("again", pulp.LpMinimize)
-    of: dict[Variable, pulp.LpVariable] = {}
-
-    def again(row: Row) -> pulp.LpAffineExpression:
-        for x in row:
-            of.setdefault(x, problem.add_variable(x.name, x.low, x.high))
-        return pulp.LpAffineExpression({of[x]: factor for x, factor in row.items()})
-
-    problem.setObjective(again(program.problem.objective))
-    for row, relation, right in program.problem.rows:
-        left = again(row)
-        problem += left <= right if relation == "<=" else left >= right if relation == ">=" else left == right
-    problem.solve(pulp.COIN_CMD(path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, mip=False))
-    return problem
-
-
 def test_another_solver_finds_the_same_bound() -> None:
     profile = llama7b_b4(4)
+    cbc = pulp.COIN_CMD(path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, mip=False)
     for budget in (7, 8):
         program = PaperProgram(profile, paper(budget))
-        seconds = pulp.value(solved_by_cbc(program).objective) * program.seconds_unit
+        program.problem.solve(cbc)
+        seconds = pulp.value(program.problem.objective) * program.seconds_unit
         assert lower_bound(profile, paper(budget), PaperProgram) == pytest.approx(seconds, rel=1e-5)
-    assert solved_by_cbc(PaperProgram(profile, paper(4))).status == pulp.LpStatusInfeasible
+    too_small = PaperProgram(profile, paper(4)).problem
+    too_small.solve(cbc)
+    assert too_small.status == pulp.LpStatusInfeasible
 
 
 def test_planning_needs_no_torch() -> None:
@@ -286,14 +271,14 @@ def test_a_program_that_goes_on_from_another_budget_ends_where_a_new_one_does() 
 
 
 ALL_WAYS_TO_SOLVE = """
+import pulp
 from lt_offload.plan.planners import lp
 
-problem = lp.Problem()
-variable = lp.Variable("x", 0, 1.5, whole=True)
-lp.add(problem.objective, [(-1, variable)])
-lp.require(problem, [(1, variable)], ">=")
+problem = lp.Problem("x")
+variable = problem.add_variable("x", 0, 1.5, cat=pulp.LpInteger)
+problem.setObjective(-1 * variable)
 ways = {}, {"method": "value"}, {"method": "again"}, {"gap": 0.1}
-found = [(lp.run(problem, time_limit=60, **way), variable.value) for way in ways]
+found = [(lp.run(problem, time_limit=60, **way), variable.value()) for way in ways]
 assert found == [("solved", 1.5)] * 3 + [("solved", 1.0)], found
 """
 
