@@ -56,7 +56,7 @@ def new(
         method: auto; all weights in fp32 (full) or in bfloat16 (bf16); adapters on bfloat16 weights (lora) or on ones
             of four bits (qlora).
         data: what to train on; default: a data set of instructions from the hub.
-        output: file to write; default: one named after model, method and memory. Nothing is overwritten.
+        output: file to write; default: named after model, method and memory. Nothing is overwritten.
     """
     check_output(output or "recipe.yaml", "--output", new=output is not None)
     status(f"lt-finetune new {model}: starting PyTorch and Lightning")

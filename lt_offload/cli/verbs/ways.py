@@ -102,7 +102,7 @@ class Machine:
 
 
 _SPLITS = ((4, 1), (16, 1), (1, 1), (1, 4), (1, 16))
-"""Parts of a batch, and batches per update: for models that take no parts, or have large logits; the likely first, and those with one update per batch."""
+"""Parts of a batch, and batches per update: for models that take no parts, or have large logits; the likely first."""
 
 
 @dataclass(frozen=True, slots=True)
