@@ -46,8 +46,10 @@ class Alike:
 
     def note(self, call: Call, leaves: Sequence[Any], module: nn.Module, out: Any, reads: list[Read]) -> None:
         """Note a run of ``module`` on ``leaves``, if its results are new tensors, and its graph holds none beside."""
+        if id(call) not in self.quiet:
+            return
         outputs, spec = tree_flatten(out)
-        if id(call) not in self.quiet or not all(isinstance(leaf, Tensor) for leaf in outputs):
+        if not all(isinstance(leaf, Tensor) for leaf in outputs):
             return
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         known = [*module.parameters(), *module.buffers(), *inputs, *held_by_nodes(inputs)]
