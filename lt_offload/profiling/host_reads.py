@@ -24,9 +24,9 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any, Self
@@ -92,6 +92,8 @@ class Readers:
         self._blocks = {module: index for index, block in blocks for module in block.module.modules()}
         self._reads: dict[tuple[int, int], list[Read]] = {}
         """By tensor and block."""
+        self.noted: list[Read] = []
+        """All of them, as they came."""
         self._seconds: dict[object, tuple[float, float]] = {}
         """By signature: seconds of a forward and a backward, where they have been measured."""
         self._write_rate = math.inf
@@ -124,8 +126,8 @@ class Readers:
         """Return the same for the blocks of ``structure``."""
         readers = Readers(structure)
         for read in (read for calls in self._reads.values() for read in calls):
-            if read.tensor in readers._index and read.module in readers._blocks:
-                readers._reads.setdefault((readers._index[read.tensor], readers._blocks[read.module]), []).append(read)
+            if read.module in readers._blocks:
+                readers._note(read)
         return readers
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -133,9 +135,19 @@ class Readers:
             bound = signature(module.forward).bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
         for read in reads(module, (*args, *kwargs.values()), out) if self._counts else ():
-            if read.tensor not in self._index:
-                continue  # a parameter of somebody else, whom functional_call has called the module with
-            self._reads.setdefault((self._index[read.tensor], self._blocks[module]), []).append(read)
+            self._note(read)
+
+    def _note(self, read: Read) -> None:
+        # Not a parameter of somebody else, whom functional_call has called the module with.
+        if read.tensor in self._index:
+            self._reads.setdefault((self._index[read.tensor], self._blocks[read.module]), []).append(read)
+            self.noted.append(read)
+
+    def note_like(self, reads: Sequence[Read], module: nn.Module, other: nn.Module) -> None:
+        """Note ``reads`` by ``module`` as those of ``other``, which is like it."""
+        places = dict(zip(module.modules(), other.modules(), strict=True))
+        for read in reads:
+            self._note(replace(read, module=places[read.module]))
 
     def measure_on(self, device: torch.device, meter: Meter, say: Callable[[str], None]) -> None:
         """Measure one read of every kind on a CUDA ``device``; if it cannot read host memory, no tensor has figures."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import tempfile
@@ -10,12 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from lt_offload.cli import messages
-from lt_offload.cli.models import NamedModel, named
 from lt_offload.cli.outputs import check_output, print_table
-from lt_offload.cli.verbs.ways import BATCH, Drafts, Machine, WayToTrain, best
+from lt_offload.cli.table import imported
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.terminal import clear, say, status
 from lt_offload.profiling.hardware import hardware_names, load_hardware, measure_machine
@@ -23,7 +21,10 @@ from lt_offload.resources import is_file, user_path
 from lt_offload.units import Budget, format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from lt_offload.cli.models import NamedModel
+    from lt_offload.cli.verbs.ways import Machine, WayToTrain
     from lt_offload.schema.plan import Plan
+    from lt_offload.schema.profile import HardwareProfile
 
 _WIDTH = 80
 RAM = re.compile(r" \(\d+ GB of RAM\)$")
@@ -57,10 +58,15 @@ def new(
         data: what to train on; default: a data set of instructions from the hub.
         output: file to write; default: named after model, method and memory. Nothing is overwritten.
     """
-    if output is not None:
-        check_output(output, "--output", new=True)
-    machine = _machine(memory, host_memory, hardware)
-    source = named(model)
+    check_output(output or "recipe.yaml", "--output", new=output is not None)
+    status(f"lt-finetune new {model}: starting PyTorch and Lightning")
+    card = _machine(memory, host_memory, hardware)
+    # What can be refused at once has been: these imports take seconds.
+    imported("lt_offload.cli.verbs.ways")
+    from lt_offload.cli.models import named
+    from lt_offload.cli.verbs.ways import Drafts, Machine, best
+
+    machine, source = Machine(*card, host_memory), named(model)
     _check_architecture(source, user_path(output or "").parent)
     messages.install()
     with tempfile.TemporaryDirectory() as folder:
@@ -75,19 +81,21 @@ def new(
     clear()
     memory_name = machine.memory.replace(" ", "").lower()
     name = f"{source.architecture.removesuffix('.json')}-{chosen.method.name}-{memory_name}.yaml"
-    target = user_path(output) if output else Path(name)
-    check_output(target, "--output", new=True)
+    target = user_path(output) if output else _free(Path(name))
+    check_output(target, "--output", new=True)  # planning has taken a minute
     _write(target, source, chosen, machine, text=drafts.text(chosen), has_data=data is not None)
     _explain(source, machine, ways, chosen, stopped=stopped)
     print(f"{target}  (run it: lt-finetune {target})")
     return 130 if stopped else 0
 
 
-def _machine(memory: str | None, host_memory: str | None, hardware: str | None) -> Machine:
-    """Return the machine to plan for: the named one, this one, or a card with as much memory."""
+def _machine(
+    memory: str | None, host_memory: str | None, hardware: str | None
+) -> tuple[HardwareProfile, str | None, str]:
+    """Return the machine to plan for, with its name and its memory: the named one, this one, or a card with as much."""
     device = Budget.of(memory).nbytes
     Budget.of(host_memory, setting="host_memory")  # a slip is noticed here
-    if hardware is None and torch.cuda.is_available():
+    if hardware is None and imported("torch").cuda.is_available():
         profile = measure_machine(on_progress=status)
     else:
         if hardware is None:
@@ -101,7 +109,7 @@ def _machine(memory: str | None, host_memory: str | None, hardware: str | None) 
             f"memory={memory!r} is not enough for any model: on {profile.name} CUDA takes "
             f"{format_bytes(profile.context_bytes)} before the first weight; give more, e.g. --memory 2GB"
         )
-    return Machine(profile, hardware, memory or f"{profile.device_bytes // 10**9}GB", host_memory)
+    return profile, hardware, memory or f"{profile.device_bytes // 10**9}GB"
 
 
 def _card(memory: str | None, wanted: int | None) -> str:
@@ -161,6 +169,12 @@ def header(
     ]
 
 
+def _free(path: Path) -> Path:
+    """Return ``path``, with a number in its name where there is such a file."""
+    others = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], others) if not is_file(one))
+
+
 def _check_architecture(source: NamedModel, folder: Path) -> None:
     """Raise ``ConfigError`` if ``folder`` has the architecture of another model under this one's name."""
     file = folder / source.architecture
@@ -186,6 +200,8 @@ def _explain(
     source: NamedModel, machine: Machine, ways: Sequence[WayToTrain], chosen: WayToTrain, *, stopped: bool
 ) -> None:
     """Print the table of the plans, and the reason for the choice, in 80 columns."""
+    from lt_offload.cli.verbs.ways import BATCH
+
     about = (
         f"{source.name} on {machine.profile.name} with {machine.memory} on the GPU and "
         f"{format_bytes(machine.profile.host_bytes)} of RAM, {BATCH} sequences of {chosen.length} tokens per update "

@@ -207,12 +207,17 @@ def _planned(
 
 
 def _first(profile: Profile, settings: Settings, keep: Callable[[Profile, Plan], None]) -> None:
-    """Tell a plan that is found at once, if there is one; a search at length has the last word."""
+    """Tell a plan that is found at once, if there is one; a search at length has the last word.
+
+    Raises ``InfeasibleError`` if RAM is too small for any plan.
+    """
     status("looking for a first plan")
     quick = replace(settings, time_limit=min(settings.time_limit, _FIRST_SECONDS))
     try:
         plan = make_plan(profile, quick, bounded=False)
-    except OffloadError:
+    except OffloadError as error:
+        if isinstance(error, InfeasibleError) and error.needed_host_bytes is not None:
+            raise  # another estimate would need as much
         return
     keep(profile, plan)
     predicted, batch = plan.predicted, f"{plan.accumulate} x " * (plan.accumulate > 1)

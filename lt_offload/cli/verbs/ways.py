@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,14 +203,11 @@ class Drafts:
             return replace(way, error=error)
 
     def _split(self, way: WayToTrain, splits: Sequence[tuple[int, int]], seconds: float) -> WayToTrain:
-        """Return ``way`` with a plan of the division of its batch that promises most, of those with a plan."""
+        """Return ``way`` with a plan of the first division of its batch that has one."""
         # One profile of few sequences is scaled instead of estimated anew: a comparison needs no more, and takes a
         # fraction of the time.
-        whole, settings = self._wholes[way.method], self._settings(_PRICE_SECONDS)
-        errors = list[Exception]()
-        # Batches one after the other read all weights once for each of them: not worth a look where parts fit.
-        beside, in_turn = ([split for split in splits if (split[1] > 1) == after] for after in (False, True))
-        for parts, accumulate in chain.from_iterable(_ordered(whole, some, settings) for some in (beside, in_turn)):
+        whole, errors = self._wholes[way.method], list[Exception]()
+        for parts, accumulate in splits:
             cut = in_parts(scaled(whole, BATCH // accumulate), parts)
             try:
                 try:
@@ -235,12 +231,22 @@ class Drafts:
             # The recipe that is chosen is profiled anew, and planned at length.
             left = (len(far) - done) * _PRICE_SECONDS + 3 * self._profile_s + 2 * _PRICE_SECONDS
             status(f"planning better, about {_in_fives(left)} s left, Ctrl-C keeps the first plans: {way.method.title}")
-            cut = in_parts(scaled(self._wholes[way.method], BATCH // way.accumulate), way.parts)
+            parts, accumulate = self._likely(way)
+            cut = in_parts(scaled(self._wholes[way.method], BATCH // accumulate), parts)
             with suppress(OffloadError):  # the first plan stays
-                plan = self._plan(cut, _PRICE_SECONDS, way.accumulate)
+                plan = self._plan(cut, _PRICE_SECONDS, accumulate)
                 if plan.predicted.iteration_s < way.iteration_s:
-                    self.known[at] = replace(way, plan=plan)
+                    self.known[at] = replace(way, plan=plan, parts=parts, accumulate=accumulate)
         return self.known
+
+    def _likely(self, way: WayToTrain) -> tuple[int, int]:
+        """Return the division of the batch of ``way`` that promises the least time, its own if others do about so."""
+        own = way.parts, way.accumulate
+        # Batches one after the other read all weights once for each of them: not worth a look where parts fit.
+        splits = [own, *(split for split in _SPLITS if (split[1] > 1) == (own[1] > 1) and split != own)]
+        whole, settings = self._wholes[way.method], self._settings(_PRICE_SECONDS)
+        times = {split: promised_s(whole, Split(BATCH, split[1], split[0]), settings) for split in splits}
+        return next(split for split in splits if times[split] <= min(times.values()) * _ALIKE)
 
     def choose(self, ways: Sequence[WayToTrain]) -> tuple[list[WayToTrain], WayToTrain]:
         """Return ``ways`` and the best of them, with the plan of the very recipe that will be written.
@@ -313,13 +319,6 @@ class Drafts:
 
     def _plan(self, profile: Profile, seconds: float, accumulate: int) -> Plan:
         return make_plan(profile, replace(self._settings(seconds), accumulate=accumulate))
-
-
-def _ordered(whole: Profile, splits: Sequence[tuple[int, int]], settings: Settings) -> list[tuple[int, int]]:
-    """Return divisions of a batch; those first that promise about the least time, and last those without a plan."""
-    times = {split: promised_s(whole, Split(BATCH, split[1], split[0]), settings) for split in splits}
-    least = min(times.values(), default=0.0)
-    return sorted(times, key=lambda split: (times[split] > least * _ALIKE, times[split] == math.inf))
 
 
 def best(ways: Sequence[WayToTrain]) -> WayToTrain:

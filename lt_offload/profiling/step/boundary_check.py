@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.effects import Effects, Rest, Snapshot
 from lt_offload.model.state.hooks import InnerHooks
+from lt_offload.profiling.host_reads import Readers
+from lt_offload.profiling.step.alike import Alike
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +60,12 @@ _Versions = list[tuple[weakref.ref[Tensor], int]]
 class BoundaryCheck:
     """One run of a model, seen from between its blocks.
 
-    ``aside`` encloses every run of a block beyond the one that the model asked for.
+    ``readers`` pause in every run of a block beyond the one that the model asked for.
     """
 
-    def __init__(self, structure: Structure, aside: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(self, structure: Structure, readers: Readers) -> None:
         self._blocks = structure.blocks
-        self._aside = aside
+        self._readers = readers
         self.once: dict[int, str] = {}
         """Blocks that must not run a second time for their backward, nor without a graph, and why."""
         self._given: list[tuple[int, _Versions, Rest]] = []
@@ -77,6 +79,7 @@ class BoundaryCheck:
         self._compared: dict[int, tuple[Call, list[str]]] = {}
         """Calls that have run without a graph and with one, with nothing to be said of further ones that call the same
         operations, by identity."""
+        self._alike = Alike(readers)
         names: dict[nn.Parameter, int] = Counter(p for b in structure.blocks for p in {*b.module.parameters()})
         self._shared = {p: name for name, p in structure.tensors if names[p] > 1}
         """Weights of several blocks."""
@@ -90,6 +93,7 @@ class BoundaryCheck:
     def let_go(self) -> None:
         """Let go of the model's graph and of the calls, when all has been checked."""
         self._compared.clear()
+        self._alike.let_go()
         self._uses.clear()
         self._inputs.clear()
         self._given.clear()
@@ -129,9 +133,13 @@ class BoundaryCheck:
             return forward(*args, **kwargs)
 
         self._kinds[index] = id(call)
+        module, since = self._blocks[index].module, len(self._readers.noted)
+        other = self._alike.returns(call, leaves, module)
         if call.has_backward and not torch.is_grad_enabled():
             self.unrecorded.add(id(call))
-            out = run()
+            other = run
+        if other is not None:
+            out = other()
             self._given.append((index, versions, Rest([])))
             self._note_inputs(origins, self._uses[id(call)])  # as another of its kind, which has had a graph
             return out
@@ -152,6 +160,7 @@ class BoundaryCheck:
             uses = [min(used, 1) if slot in cut.rows else used * len(cut.sizes) for slot, used in pairs]
         self._uses[id(call)] = uses
         self._note_inputs(origins, uses)
+        self._alike.note(call, leaves, module, out, self._readers.noted[since:])
         return out
 
     def _note_inputs(self, origins: Sequence[tuple[Any, int]], uses: Sequence[int]) -> None:
@@ -206,6 +215,8 @@ class BoundaryCheck:
             alike = not has_values(call) or (not before.changed and all(map(torch.equal, before_draws, call.draws())))
             if alike and known is None and index not in self.once:
                 self._compared[id(call)] = call, operations.called
+                if not has_values(call) and not before.changed:
+                    self._alike.quiet.add(id(call))
         return out
 
     def _compare(
@@ -257,7 +268,7 @@ class BoundaryCheck:
                 torch.clear_autocast_cache()
                 stack.callback(torch.clear_autocast_cache)
             stack.enter_context(before.restored(graph=graph))
-            stack.enter_context(self._aside())
+            stack.enter_context(self._readers.paused())
             stack.enter_context(torch.set_grad_enabled(graph))
             stack.callback(call.draw_from, after_draws)
             operations = stack.enter_context(OperationLog())
@@ -343,7 +354,7 @@ class BoundaryCheck:
         if InnerHooks(block.name, block.module).find() is not None:
             return  # they would be called once more
         draws = call.draws()
-        with Effects(block.module).untouched(), self._aside():
+        with Effects(block.module).untouched(), self._readers.paused():
             try:
                 self._check_two(block, call, forward, samples)
             except OffloadError:

@@ -91,8 +91,7 @@ class FirstStep:
         self._readers = Readers(structure)
         self.account = Account(device_type=device.type, timeline=True)
         self.blocks, self.cutters = structure.blocks, cutters(structure, parts)
-        self._aside = self._readers.paused
-        self.boundary = BoundaryCheck(structure, self._aside)
+        self.boundary = BoundaryCheck(structure, self._readers)
         self.after = AfterLoss(self.account, self.meter, [parameter for _, parameter in structure.rest])
         self.watch = LogitsWatch(structure, self.after.begin)
         self.by_signature: dict[object, Call] = {}
@@ -183,11 +182,11 @@ class FirstStep:
             run = handed.around(original)
             if not torch.is_grad_enabled():
                 self._followed = bool(self._called)
-                with self._aside(), self.stage(block.module), within(ambient()):
+                with self._readers.paused(), self.stage(block.module), within(ambient()):
                     return handed.returned(run(*args, **kwargs))
             again = index in self._called
             self._called.append(index)
-            with self._aside() if again else nullcontext():
+            with self._readers.paused() if again else nullcontext():
                 if again and index == len(self.blocks) - 1:
                     self.watch.forgo()
                 self._followed = False

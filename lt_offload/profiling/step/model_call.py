@@ -23,6 +23,7 @@ from lt_offload.model.parts import Cutter
 from lt_offload.model.saving import activations_of
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.handed import Containers
+from lt_offload.profiling.step.alike import described
 
 if TYPE_CHECKING:
     from lt_offload.profiling.step.first import FirstStep
@@ -262,7 +263,7 @@ class ModelCall:
             is_compiled(block.module),
             [_flags(module) for module in block.module.modules()],
             tuple((p.shape, p.dtype, p.requires_grad) for p in parameters),
-            tuple(_describe(leaf) for leaf in leaves),
+            tuple(map(described, leaves)),
             spec,
             needs_grad,
             ambient(),
@@ -336,9 +337,3 @@ def _reached(reached: set[int], positions: Sequence[int], number: int) -> None:
 def _flags(module: nn.Module) -> list[str]:
     """Return the flags that are set in ``module``; torch's own, such as for hooks, say nothing of its numbers."""
     return [name for name, value in vars(module).items() if value is True and not name.startswith("_")]
-
-
-def _describe(leaf: Any) -> object:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.stride()
-    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)

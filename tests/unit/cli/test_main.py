@@ -68,6 +68,8 @@ def test_nothing_slow_is_imported_for_answers_that_need_nothing_slow(tmp_path: P
         "chek quickstart",
         "quickstart --model.lrr 1",
         "quickstart --trainer.strategy.memry 1",
+        "new phi2 --memory 12GB --output README.md",
+        "new phi2 --hardware rtx-9999",
     ]
     code = """
 import sys
@@ -81,7 +83,7 @@ sys.exit(", ".join(slow) or 0)
         capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1].split() == ["0"] * 7 + ["2"] * 4
+    assert done.stderr.splitlines()[-1].split() == ["0"] * 7 + ["2"] * 6
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,8 +157,9 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.slow
-def test_something_is_visible_before_anything_slow_begins() -> None:
-    command = [PROGRAM[0], "-X", "importtime", *PROGRAM[1:], "check", "quickstart"]
+@pytest.mark.parametrize("args", [("check", "quickstart"), ("new", "phi2", "--hardware", "rtx-3060")])
+def test_something_is_visible_before_anything_slow_begins(args: tuple[str, ...]) -> None:
+    command = [PROGRAM[0], "-X", "importtime", *PROGRAM[1:], *args]
     imported: list[str] = []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as process:
         assert process.stderr is not None

@@ -13,8 +13,10 @@ import yaml
 
 from lt_offload.cli.main import main
 from lt_offload.cli.models import named
+from lt_offload.cli.verbs import ways
 from lt_offload.cli.verbs.new import figures, header
-from lt_offload.cli.verbs.ways import METHODS, Drafts, Method, WayToTrain, best
+from lt_offload.cli.verbs.ways import METHODS, Drafts, Machine, Method, WayToTrain, best
+from lt_offload.profiling.hardware import load_hardware
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from scripts.recipes.headers import hardware_of, lines_of, title_of, with_header
@@ -231,6 +233,41 @@ def test_too_little_memory_names_the_least_that_works(capsys: pytest.CaptureFixt
     error = fails(capsys, "new", described(_name_or_path="a/b"), "--memory", "500MB", *CARD, "--method", "full")
     assert "a/b cannot be trained in memory=500MB with 128 GB of RAM, even with sequences of 128 tokens" in error
     assert "all weights in fp32 needs memory=5" in error
+
+
+def test_a_recipe_without_a_name_takes_one_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = way(0, 1.0)
+    for name, result in (("ways", None), ("improved", None), ("choose", ([chosen], chosen))):
+        monkeypatch.setattr(Drafts, name, lambda *_, result=result: result)
+    text = "kept"
+    for path in ("phi2-full-12gb.yaml", "phi2-full-12gb-2.yaml", "phi2-full-12gb-3.yaml"):
+        assert not Path(path).exists()
+        assert main(["new", "phi2", "--memory", "12GB", *CARD]) == 0
+        assert path in Path(path).read_text()
+        Path(path).write_text(text)
+    assert [path.read_text() for path in Path().glob("*.yaml")].count(text) == 3
+
+
+@pytest.mark.parametrize("fast", [(1, 1), (16, 1)])
+def test_a_first_plan_is_of_one_division_and_a_better_one_of_the_likely_one(
+    fast: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    divisions = list[tuple[int, int]]()
+
+    def planned(_drafts: Drafts, profile: Profile, _seconds: float, accumulate: int) -> Plan:
+        divisions.append((profile.parts, accumulate))
+        seconds = 1.0 if divisions[-1] == fast else 2.0
+        return replace(PLAN, predicted=replace(PLAN.predicted, iteration_s=seconds, no_offload_s=0.5))
+
+    monkeypatch.setattr(Drafts, "_plan", planned)
+    monkeypatch.setattr(ways, "promised_s", lambda _profile, split, _settings: 1.0 + ((split.parts, 1) != fast))
+    machine = Machine(load_hardware("rtx-3060"), "rtx-3060", "900MB", None)
+    drafts = Drafts(named(described(_name_or_path="a/b")), machine, None, tmp_path)
+    drafts.ways("lora")
+    assert divisions == [(4, 1)]
+    (better,) = drafts.improved()
+    assert divisions == [(4, 1), fast]
+    assert (better.parts, better.accumulate, better.iteration_s) == (*fast, 1.0)
 
 
 def test_what_is_there_is_not_replaced_by_another_architecture(

@@ -251,3 +251,20 @@ def test_too_little_ram_names_a_recipe_that_fits(recipe: str, capsys: pytest.Cap
     said = capsys.readouterr().err
     assert "of the recipes that come with lt_offload, qwen3-14b-qlora-12gb fits" in said
     assert re.search(r"at least host_memory=[\d.]+GB", said)
+
+
+def test_too_little_ram_for_a_first_plan_is_too_little_for_any(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate, sizes, said = plan_verb.estimate, list[Any](), list[str]()
+
+    def noted(app: Any, hardware: Any, *size: Any, **others: Any) -> Profile:
+        sizes.append(size)
+        return estimate(app, hardware, *size, **others)
+
+    monkeypatch.setattr(plan_verb, "estimate", noted)
+    flags = ["--hardware", "rtx-3060,ram=1.9GB", "--data.batch_size", "8", "--trainer.strategy.micro_batches", "2"]
+    for quiet in ([], ["--quiet"]):  # which tells no first plan
+        said.append(fails(capsys, "plan", recipe, *flags, *quiet).rpartition("error: ")[2])
+    assert sizes == [(4, 1), (8, 2)]
+    assert said[0] == said[1]

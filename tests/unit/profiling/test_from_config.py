@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import lt_offload
 from lt_offload.errors import ConfigError, InfeasibleError, ModelError
@@ -116,6 +117,28 @@ def test_bytes_without_weights_equal_those_with_weights(family: str, options: di
     assert all(o.forward_s > 0 for block in found.blocks for o in block.options)
     assert all((o.backward_s > 0) == block.has_backward for block in found.blocks for o in block.options)
     assert all(block.launch_s > 0 for block in found.blocks)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_as_much_is_run_for_many_like_layers_as_for_few(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = list[nn.Module]()
+    forward = LlamaDecoderLayer.forward
+    monkeypatch.setattr(
+        LlamaDecoderLayer, "forward", lambda layer, *a, **k: runs.append(layer) or forward(layer, *a, **k)
+    )
+    counts = []
+    for layers in (2, 12):
+        config = models.build("llama").config
+        config.num_hidden_layers = layers
+        profiled = fake(config, micro_batches=parts)
+        counts.append(len(runs))
+        runs.clear()
+        places = [at for at, block in enumerate(profiled.blocks) if block.kind == "layer"]
+        reads = [[tensor.zero_copy for tensor in profiled.tensors if at in tensor.blocks] for at in places]
+        assert len(reads) == layers
+        assert None not in reads[0]
+        assert all(of_block == reads[0] for of_block in reads)
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,78 @@
+"""Runs of blocks with fake tensors: one of a kind runs, and the others return the like.
+
+Numbers tell blocks of one kind apart, and fake tensors have none: a model of sixty like layers is known when one has
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload.compat.torch import TreeSpec, address_of, tree_flatten, tree_unflatten
+from lt_offload.model.calls import Call, held_by_nodes
+from lt_offload.profiling.host_reads import Read, Readers
+
+_ATOMS = (bool, int, float, str, type(None))
+
+
+class Alike:
+    """Results by the kinds of blocks and the forms of what they are called with."""
+
+    def __init__(self, readers: Readers) -> None:
+        self.quiet: set[int] = set()
+        """Calls, by their identity, of blocks that leave nothing behind but their results."""
+        self._readers = readers
+        self._results: dict[object, tuple[Callable[[], Any], nn.Module, list[Read]]] = {}
+        """A function that makes the result, and the block that ran, with the reads of its weights."""
+
+    def let_go(self) -> None:
+        """Forget all calls."""
+        self.quiet.clear()
+        self._results.clear()
+
+    def returns(self, call: Call, leaves: Sequence[Any], module: nn.Module) -> Callable[[], Any] | None:
+        """Return a function that stands for a run of ``module`` on ``leaves``; None if it has to run."""
+        known = self._results.get((id(call), *map(described, leaves))) if self.quiet else None
+        if known is None:
+            return None
+        make, ran, reads = known
+        self._readers.note_like(reads, ran, module)
+        return make
+
+    def note(self, call: Call, leaves: Sequence[Any], module: nn.Module, out: Any, reads: list[Read]) -> None:
+        """Note a run of ``module`` on ``leaves``, if its results are new tensors, and its graph holds none beside."""
+        if id(call) not in self.quiet:
+            return
+        outputs, spec = tree_flatten(out)
+        if not all(isinstance(leaf, Tensor) for leaf in outputs):
+            return
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        known = [*module.parameters(), *module.buffers(), *inputs, *held_by_nodes(inputs)]
+        held = {id(tensor) for tensor in held_by_nodes(out)} - set(map(id, known))
+        before, after = ([address_of(x.untyped_storage()) for x in tensors] for tensors in (known, outputs))
+        new = len({*after} - {*before}) == len(outputs)
+        whole = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in outputs)
+        if new and whole and not held and all(isinstance(leaf, (Tensor, *_ATOMS)) for leaf in leaves):
+            make = partial(_made, [partial(torch.empty_strided, **_form(tensor)) for tensor in outputs], spec)
+            self._results[(id(call), *map(described, leaves))] = make, module, reads
+
+
+def described(leaf: Any) -> object:
+    """Return the form of an argument, on which the cost of a call depends."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.stride()
+    return leaf if isinstance(leaf, _ATOMS) else type(leaf)
+
+
+def _form(tensor: Tensor) -> dict[str, Any]:
+    form = {name: getattr(tensor, name) for name in ("dtype", "device", "requires_grad")}
+    return {"size": tensor.shape, "stride": tensor.stride(), **form}
+
+
+def _made(makers: Sequence[Callable[[], Tensor]], spec: TreeSpec) -> Any:
+    return tree_unflatten([make() for make in makers], spec)
