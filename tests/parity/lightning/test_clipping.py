@@ -14,17 +14,11 @@ from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
-from lt_offload.execute import installed
 from tests import sampling
 from tests.parity.models.test_models import TRIALS, batches
-from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import Run, budgets, differences, fit, seeded_module
 
-
-@pytest.fixture(autouse=True)
-def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+pytestmark = pytest.mark.usefixtures("hostile")
 
 
 SETTINGS: list[dict[str, Any]] = [{}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}]

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
-from lt_offload.execute import installed
 from lt_offload.execute.engine import Engine
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
@@ -33,7 +32,6 @@ from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy.metrics import Metrics
 from tests import sampling
-from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import (
     BATCHES,
     Forced,
@@ -50,12 +48,6 @@ MEMORY = "200MB"
 NAMESPACES = (lightning.pytorch, pytorch_lightning)
 
 
-@pytest.fixture
-def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
-
-
 # -- one fit ----------------------------------------------------------------------------------------------------------
 
 
@@ -68,7 +60,7 @@ MODELS: list[dict[str, Any]] = [
 PRECISIONS = ["32-true", "bf16-true"]
 
 
-@pytest.mark.usefixtures("_hostile")
+@pytest.mark.usefixtures("hostile")
 @pytest.mark.parametrize(("options", "precision"), sampling.grid(MODELS, PRECISIONS), ids=str)
 def test_every_option_and_place_equals_stock(options: dict[str, Any], precision: Any) -> None:
     stock = fit("auto", seeded_module(**options), precision=precision)
@@ -172,7 +164,7 @@ def half(strategy: Any, folder: Path, **settings: Any) -> Path:
     return folder / "half.ckpt"
 
 
-@pytest.mark.usefixtures("_hostile")
+@pytest.mark.usefixtures("hostile")
 @pytest.mark.parametrize(
     ("order", "precision"), sampling.grid([("ours", "ours"), ("ours", "stock"), ("stock", "ours")], PRECISIONS), ids=str
 )
@@ -203,7 +195,7 @@ class Rollback(Callback):
             strategy.load_optimizer_state_dict(copy.deepcopy(self.saved))
 
 
-@pytest.mark.usefixtures("_hostile")
+@pytest.mark.usefixtures("hostile")
 def test_loading_in_the_middle_of_training_equals_stock() -> None:
     assert differences(fit("auto", callbacks=[Rollback()]), fit(Forced(), callbacks=[Rollback()])) == []
 
@@ -236,7 +228,7 @@ class Fault(Callback):
         raise Stop(self.where)
 
 
-@pytest.mark.usefixtures("_hostile")
+@pytest.mark.usefixtures("hostile")
 @pytest.mark.parametrize("where", ["forward", "backward", "validation"])
 def test_a_fault_is_reported_and_leaves_a_usable_model_and_process(where: str) -> None:
     module = seeded_module()

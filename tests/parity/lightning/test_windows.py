@@ -17,19 +17,14 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lt_offload import OffmateStrategy
-from lt_offload.errors import ConfigError, InfeasibleError, PlanError
-from lt_offload.execute import installed
+from lt_offload.errors import ConfigError, PlanError
 from lt_offload.plan import Choices
 from lt_offload.strategy import windows
 from tests import sampling
-from tests.support.hostile.device import HostileDevice
+from tests.support.profiles.budgets import named_by
 from tests.support.trainers import Module, Run, Tokens, budgets, differences, fit, seeded_module
 
-
-@pytest.fixture(autouse=True)
-def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+pytestmark = pytest.mark.usefixtures("hostile")
 
 
 class Padded(Module):
@@ -148,10 +143,8 @@ def test_a_step_without_a_loss_in_the_middle_is_left_out_as_in_stock() -> None:
 
 def smallest(options: dict[str, Any], offload: bool, **settings: Any) -> int:
     """Return the memory that the error for too little names."""
-    with pytest.raises(InfeasibleError) as error:
-        fit(OffmateStrategy(memory=10_000, activation_offload=offload), padded(options), **settings)
-    assert error.value.needed_bytes is not None
-    return error.value.needed_bytes
+    strategy = OffmateStrategy(memory=10_000, activation_offload=offload)
+    return named_by(lambda: fit(strategy, padded(options), **settings))
 
 
 CLIPPINGS: list[dict[str, Any]] = [

@@ -17,8 +17,7 @@ from lt_offload.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
-from tests.support.engines import Factory, Result, differences, make_optimizer
-from tests.support.hostile.device import HostileDevice
+from tests.support.engines import Factory, Result, carried_out, differences, make_optimizer
 
 Shape = tuple[int, int]
 """Samples and tokens."""
@@ -73,10 +72,8 @@ class Training:
         """Train by ``plan``, on an emulated device that checks every access and holds the budget."""
         model = copy.deepcopy(self.start)
         optimizer = make_optimizer(model, self.optimizer)
-        device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
-        engine = Engine(model, optimizer, plan, device)
-        try:
-            engine.install()
+        with carried_out(model, optimizer, plan) as engine:
+            device = engine.device
             engine.follow(optimizer)
             engine.clip_value = self.clip_value
             torch.manual_seed(7)
@@ -100,9 +97,6 @@ class Training:
                 assert engine.stats.device_peak_bytes <= plan.predicted.device_peak_bytes
                 ram = engine.stats.host_peak_bytes - ROUNDING * len(plan.options)
                 assert ram <= plan.predicted.host_peak_bytes <= plan.host_budget_bytes
-        finally:
-            engine.remove()
-            device.close()
         return Result(losses, model, optimizer), engine
 
 
