@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -175,6 +175,35 @@ def trained_by(
             peak = max(peak, engine.stats.device_peak_bytes)
         engine.drain()
     return Result(losses, model, optimizer), peak
+
+
+def in_windows(
+    model: nn.Module, optimizer: torch.optim.Optimizer, windows: Iterable[Sequence[Any]], **clips: float | None
+) -> list[torch.Tensor]:
+    """Train ``model`` plainly, an update per window of batches; return losses, and the norms that clip it."""
+    losses = []
+    for window in windows:
+        for batch in window:
+            loss = model(**batch).loss / len(window)
+            loss.backward()
+            losses.append(loss.detach())
+        losses += updated(model, optimizer, **clips)
+    return losses
+
+
+def updated(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+) -> list[torch.Tensor]:
+    """Clip and update ``model``; return the norm, if it is clipped by that."""
+    norms = [] if clip_norm is None else [nn.utils.clip_grad_norm_(model.parameters(), clip_norm)]
+    if clip_value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), clip_value)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norms
 
 
 @contextmanager

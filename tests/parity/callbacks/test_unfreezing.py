@@ -148,9 +148,6 @@ OPTIONS: dict[str, Any] = {"layers": 4}
 TIED: dict[str, Any] = {"layers": 4, "family": "llama-tied"}
 
 
-SETTINGS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}]
-
-
 CHANGES: dict[str, tuple[dict[str, Any], Any, str, int, Any]] = {
     "between batches": (OPTIONS, body_frozen, "on_train_batch_start", 3, thaw),
     "after a batch": (OPTIONS, body_frozen, "on_train_batch_end", 2, thaw),

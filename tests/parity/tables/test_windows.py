@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.updates.window import CarriedWindow
@@ -22,7 +21,7 @@ from lt_offload.schema.plan import Op, Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from tests.parity.tables.tied import MAKERS, VOCABULARY, build, measured, optimizer_of, planned
 from tests.support import models
-from tests.support.engines import Result, carried_out, differences, installed
+from tests.support.engines import Result, carried_out, differences, in_windows, installed
 from tests.support.hostile.device import HostileDevice
 
 Shape = tuple[int, int]
@@ -55,26 +54,13 @@ def plain(
     windows: Sequence[Sequence[Shape]] = WINDOWS,
     family: str = "llama-tied",
     rows: int = VOCABULARY,
-    clip_value: float | None = None,
-    clip_norm: float | None = None,
+    **clips: float | None,
 ) -> Result:
     """Train without the engine."""
     model = build(maker, family, rows)
     optimizer = optimizer_of(model, maker)
     torch.manual_seed(0)
-    losses = []
-    for window in batches(windows, rows):
-        for batch in window:
-            loss = model(**batch).loss / len(window)
-            loss.backward()
-            losses.append(loss.detach())
-        if clip_value is not None:
-            clip_grad_value_(model.parameters(), clip_value)
-        if clip_norm is not None:
-            losses.append(clip_grad_norm_(model.parameters(), clip_norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Result(losses, model, optimizer)
+    return Result(in_windows(model, optimizer, batches(windows, rows), **clips), model, optimizer)
 
 
 class Training:

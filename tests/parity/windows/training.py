@@ -17,7 +17,7 @@ from lt_offload.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
-from tests.support.engines import Factory, Result, carried_out, differences, make_optimizer
+from tests.support.engines import Factory, Result, carried_out, differences, in_windows, make_optimizer
 
 Shape = tuple[int, int]
 """Samples and tokens."""
@@ -54,18 +54,7 @@ class Training:
         changed(model)
         optimizer = make_optimizer(model, self.optimizer)
         torch.manual_seed(7)
-        losses = []
-        for window in self.batches():
-            for batch in window:
-                loss = model(**batch).loss / len(window)
-                loss.backward()
-                losses.append(loss.detach())
-            if self.clip_norm is not None:
-                losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm))
-            if self.clip_value is not None:
-                torch.nn.utils.clip_grad_value_(model.parameters(), self.clip_value)
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = in_windows(model, optimizer, self.batches(), clip_norm=self.clip_norm, clip_value=self.clip_value)
         return Result(losses, model, optimizer)
 
     def by(self, plan: Plan) -> tuple[Result, Engine]:
