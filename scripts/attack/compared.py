@@ -20,9 +20,6 @@ from tests.support.engines import same_state
 BUDGETS = ("smallest", "middle", "resident", "recomputing")
 """The smallest one that is named, 2/5 of the way to that in which all stays, that one, and the smallest one again if
 activations do not travel."""
-OUTCOMES = ("equal", "planned", "refused", "over budget", "wrong", "foreign", "hang", "not run")
-"""``over budget``: an error of ours within a memory that was named as enough; ``foreign``: an error that is not ours;
-``not run``: the plain training fails, or is not equal to itself."""
 
 ROOM = 1 << 30
 _MIDDLE = 0.4

@@ -204,9 +204,7 @@ def _module(model: str, folder: str) -> Any:
         return FineTune(SMOLLM2, lr=1e-4, schedule="constant")
     path = Path(folder) / f"{model}.json"
     if not path.exists():
-        path.write_text(
-            json.dumps({"small": SMALL, "bloom": BLOOM, "phi": PHI, "olmoe": OLMOE}[model]), encoding="utf-8"
-        )
+        path.write_text(json.dumps(MODELS[model]), encoding="utf-8")
     return FineTune(model, architecture=str(path), init="random", lr=1e-4, schedule="constant")
 
 

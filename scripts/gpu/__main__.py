@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in at most ten minutes: memory and other programs first, equality, races, speed.
+"""Everything that needs a GPU, in at most ten minutes: other programs and memory first, equality, races, speed.
 
     python -m scripts.gpu [--out FOLDER] [--minutes 9.5]        on a machine with a GPU; or: make gpu
     python -m scripts.gpu --parts others races                  some of it
@@ -48,8 +48,6 @@ class Part:
     """At most."""
     figures: Path | None = None
     """What it writes on its way: outcomes of tests, and what they measured."""
-    shown: bool = False
-    """Whether its figures are printed as soon as it has ended."""
     beside: bool = False
     """Whether it runs at the same time as others that are marked so: it measures nothing, and bits are the same."""
 
@@ -94,9 +92,7 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     others = ["--suite", "others", "--device", device, "--out", out, "--minutes", MINUTES_LEFT]
     others += ["--tiny"] if tiny else []
     found = [
-        tests("first", "test_gpu_first.py", 1.2, shown=True),
         Part(name="others", command=["-m", "scripts.bench.suite", *others], minutes=OTHERS),
-        tests("smoke", "test_gpu_smoke.py", 1.2, "-m", "quick"),
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
         tests("parity", "test_gpu_parity.py", BESIDE, "-k", "representative", beside=True),
         tests("settings", "test_gpu_settings.py", BESIDE, "-k", "deterministic and bfloat16", beside=True),
@@ -113,8 +109,8 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
 
 
 PARTS = (
-    *("first", "others", "smoke", "memory", "parity", "settings", "users", "loops", "engine", "cards", "races"),
-    *("kernels", "launch", "update"),
+    *("others", "memory", "parity", "settings", "users", "loops", "engine", "cards", "races", "kernels", "launch"),
+    "update",
 )
 
 STATUS = {0: "ok", 5: "no test is for this device"}
@@ -159,8 +155,6 @@ def run(part: Part, seconds: float, log: Path) -> dict[str, Any]:
         found |= _outcomes(part.figures)
     with _PRINTING:
         _show(found, log, start_of_output)
-        if part.shown:
-            _show_figures(found["figures"])
     return found
 
 
@@ -237,17 +231,6 @@ def _show(found: dict[str, Any], log: Path, start_of_output: int) -> None:
             output.seek(start_of_output)
             lines = output.read().decode(errors="replace").splitlines()
         print("\n".join(f"   {line[:200]}" for line in lines[-SHOWN_LINES:]), flush=True)
-
-
-def _show_figures(figures: dict[str, dict[str, Any]]) -> None:
-    """Print what tests have measured, a line per figure; sizes in bytes."""
-    for test, measured in figures.items():
-        print(f"   {test}")
-        for name, value in measured.items():
-            rows = value.items() if name == "stages" else [("", value)]
-            for stage, what in rows:
-                said = ", ".join(f"{k} {v}" for k, v in what.items()) if isinstance(what, dict) else what
-                print(f"      {' '.join(filter(None, (name, stage)))}: {said}", flush=True)
 
 
 def _trim(log: Path) -> None:

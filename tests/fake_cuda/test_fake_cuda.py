@@ -175,73 +175,36 @@ class TestLateness:
         here.fill_(7.0)
         assert there.tolist() == [1, 1, 1, 1]
 
-    def test_streams_are_not_ordered(self) -> None:
-        side, value = torch.cuda.Stream(), torch.zeros(4, device=CUDA)
-        torch.cuda.synchronize()
-        value.fill_(1.0)
-        with torch.cuda.stream(side):
-            early = value.clone()
-        side.synchronize()
-        assert early.tolist() == [0, 0, 0, 0]
-
-    def test_a_wait_for_an_event_orders_them(self) -> None:
-        side, value = torch.cuda.Stream(), torch.zeros(4, device=CUDA)
-        torch.cuda.synchronize()
-        value.fill_(1.0)
-        side.wait_event(torch.cuda.current_stream().record_event())
-        with torch.cuda.stream(side):
-            late = value.clone()
-        side.synchronize()
-        assert late.tolist() == [1, 1, 1, 1]
-
-    def test_an_event_that_was_not_recorded_does_not_wait(self) -> None:
+    @pytest.mark.parametrize(
+        ("calls", "seen"),
+        [("write", 0), ("write record wait", 1), ("wait write record", 0), ("record wait write record", 0)],
+    )
+    def test_streams_are_ordered_by_what_an_event_was_when_it_was_waited_for(self, calls: str, seen: int) -> None:
         side, value, event = torch.cuda.Stream(), torch.zeros(4, device=CUDA), torch.cuda.Event()
         torch.cuda.synchronize()
-        value.fill_(1.0)
-        side.wait_event(event)
-        event.record()
+        does = {"write": lambda: value.fill_(1.0), "record": event.record, "wait": lambda: side.wait_event(event)}
+        for call in calls.split():
+            does[call]()
         with torch.cuda.stream(side):
-            early = value.clone()
+            found = value.clone()
         side.synchronize()
-        assert early.tolist() == [0, 0, 0, 0]
+        assert found.tolist() == [seen] * 4
 
-    def test_who_waits_waits_for_what_the_event_was_then(self) -> None:
-        side, value, event = torch.cuda.Stream(), torch.zeros(4, device=CUDA), torch.cuda.Event()
-        torch.cuda.synchronize()
-        event.record()
-        side.wait_event(event)
-        value.fill_(1.0)
-        event.record()
-        with torch.cuda.stream(side):
-            early = value.clone()
-        side.synchronize()
-        assert early.tolist() == [0, 0, 0, 0]
-
-    def test_memory_that_is_freed_early_is_written_by_others(self) -> None:
+    @pytest.mark.parametrize(("recorded", "largest"), [(False, 5), (True, 1)])
+    def test_memory_that_is_freed_early_is_written_by_others(self, recorded: bool, largest: int) -> None:
+        """While another stream reads it, of which the allocator has not heard."""
         side = torch.cuda.Stream()
         value = torch.ones(1000, device=CUDA)
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             seen = value * 1
-        del value  # while the side stream reads it
-        other = torch.full((1000,), 5.0, device=CUDA)
-        torch.cuda.current_stream().synchronize()
-        side.synchronize()
-        assert seen.max().item() == 5
-        assert other.max().item() == 5
-
-    def test_record_stream_keeps_it(self) -> None:
-        side = torch.cuda.Stream()
-        value = torch.ones(1000, device=CUDA)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            seen = value * 1
-        value.record_stream(side)
+        if recorded:
+            value.record_stream(side)
         del value
         other = torch.full((1000,), 5.0, device=CUDA)
         torch.cuda.current_stream().synchronize()
         side.synchronize()
-        assert seen.max().item() == 1
+        assert seen.max().item() == largest
         assert other.max().item() == 5
 
     def test_polling_ends(self) -> None:

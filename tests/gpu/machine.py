@@ -11,13 +11,13 @@ from typing import Any
 from unittest.mock import patch
 
 import lt_offload
-from lt_offload.errors import InfeasibleError
 from lt_offload.machine.driver import context_bytes
 from lt_offload.profiling import rates
 from lt_offload.profiling.hardware import load_hardware, measure_hardware
 from lt_offload.profiling.machine import measure_contention
 from lt_offload.schema.profile import Contention, HardwareProfile, Profile
 from tests.gpu.target import Target
+from tests.support.profiles.budgets import least
 
 FILE = Path(__file__).parents[1] / "fake_cuda/machine.yaml"
 
@@ -58,10 +58,6 @@ def known_machine(target: Target) -> Iterator[None]:
 
 def between(profile: Profile, share: float, **settings: Any) -> int:
     """A budget, ``share`` of the way from the smallest one to that in which everything stays."""
-    try:
-        lt_offload.solve(profile, memory=1, **settings)
-    except InfeasibleError as error:
-        smallest = error.needed_bytes
-    assert smallest is not None
+    smallest = least(profile, **settings)
     resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
     return int(smallest + share * (resident.predicted.device_peak_bytes - smallest))

@@ -59,7 +59,7 @@ def size(target: Target) -> str:
 
 def test_the_peak_is_within_the_budget(run: Run, found: Found) -> None:
     budget, predicted = run.plan.budget_bytes, run.plan.predicted.device_peak_bytes
-    keys = ("peak", "peak_source", "engine_peak")
+    keys = ("peak", "peak_source", "engine_peak", "stages")
     found(budget=budget, predicted=predicted, helps=run.helps, **{key: run.seen[key] for key in keys})
     assert run.seen["peak"] <= budget
 

@@ -21,7 +21,7 @@ from tests.gpu.target import ROOM, Target, delayed
 from tests.parity.engine import test_zero_copy_plans as zero_copy
 from tests.parity.engine.test_engine import OPTIONS, PLACES
 from tests.parity.engine.test_head import CHUNK, use_reference
-from tests.parity.tables.test_tables import in_two_parts
+from tests.parity.tables.tied import in_two_parts
 from tests.support import models
 from tests.support.engines import Case, changed, differences, equal, make_optimizer, planned, trained_on
 from tests.support.models import FAMILIES

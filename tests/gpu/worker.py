@@ -140,9 +140,7 @@ def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str
     events: list[AllocatorEvents] = []
     try:
         stages |= _seen(target, device, "opened")
-        start = time.perf_counter()
         engine.install()
-        install_s = time.perf_counter() - start
         stages |= _seen(target, device, "installed")
         for step in range(WARM_UP + steps):
             if step == WARM_UP:
@@ -162,7 +160,7 @@ def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str
         seconds = (time.perf_counter() - start) / steps
         if target.cuda:
             peak, source = max((peak, source), _driver(before))
-        trace, host_bytes = engine.trace(), engine.host_bytes
+        trace = engine.trace()
         stages |= _seen(target, device, "last iteration")
     finally:
         engine.remove()
@@ -175,8 +173,6 @@ def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str
         "peak_source": source,
         "engine_peak": max(peaks),
         "stages": stages,
-        "install_s": install_s,
-        "host_bytes": host_bytes,
         "allocator": [found._asdict() for found in events],
         "busy_s": {lane: trace.busy(lane) for lane in ("compute", "h2d", "d2h", "host")},
         "both_ways_s": overlap(trace.spans, "h2d", "d2h"),

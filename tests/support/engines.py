@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -159,10 +159,8 @@ def trained_by(
     Returns:
         It, and the peak of device memory.
     """
-    engine = Engine(model, optimizer, plan, device)
     losses, peak = [], 0
-    try:
-        engine.install()
+    with carried_out(model, optimizer, plan, device) as engine:
         torch.manual_seed(seed)
         for number, batch in enumerate(batches, start=1):
             last = number % window == 0 or number == len(batches)
@@ -176,27 +174,63 @@ def trained_by(
             losses.append(loss.detach().clone())
             peak = max(peak, engine.stats.device_peak_bytes)
         engine.drain()
+    return Result(losses, model, optimizer), peak
+
+
+def in_windows(
+    model: nn.Module, optimizer: torch.optim.Optimizer, windows: Iterable[Sequence[Any]], **clips: float | None
+) -> list[torch.Tensor]:
+    """Train ``model`` plainly, an update per window of batches; return losses, and the norms that clip it."""
+    losses = []
+    for window in windows:
+        for batch in window:
+            loss = model(**batch).loss / len(window)
+            loss.backward()
+            losses.append(loss.detach())
+        losses += updated(model, optimizer, **clips)
+    return losses
+
+
+def updated(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+) -> list[torch.Tensor]:
+    """Clip and update ``model``; return the norm, if it is clipped by that."""
+    norms = [] if clip_norm is None else [nn.utils.clip_grad_norm_(model.parameters(), clip_norm)]
+    if clip_value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), clip_value)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norms
+
+
+@contextmanager
+def carried_out(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, device: Device | None = None
+) -> Iterator[Engine]:
+    """An engine on ``device``, which is closed; None: an emulated one of the plan's budget that checks every access."""
+    device = HostileDevice(plan.budget_bytes, "lazy", check=True) if device is None else device
+    engine = Engine(model, optimizer, plan, device)
+    try:
+        engine.install()
+        yield engine
     finally:
         engine.remove()
         device.close()
-    return Result(losses, model, optimizer), peak
 
 
 @contextmanager
 def installed(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[Engine]:
     """An engine that follows a loop of one's own, on an emulated device that checks every access."""
-    device = HostileDevice(BUDGET, "lazy", check=True)
-    engine = Engine(model, optimizer, plan, device)
-    try:
-        engine.install()
-        engine.follow(optimizer)
-        yield engine
-    except BaseException:
-        engine.abort()
-        raise
-    finally:
-        engine.remove()
-        device.close()
+    with carried_out(model, optimizer, plan, HostileDevice(BUDGET, "lazy", check=True)) as engine:
+        try:
+            engine.follow(optimizer)
+            yield engine
+        except BaseException:
+            engine.abort()
+            raise
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import lt_offload
-from lt_offload.execute.engine import Engine
 from tests.gpu.engine.runs import SOMEWHERE, fit, on, trainer, travelling
 from tests.gpu.target import ROOM, Target
 from tests.support import models, trainers
+from tests.support.user_nets import ordinary
 
 pytestmark = SOMEWHERE
 
@@ -89,35 +88,15 @@ def test_a_loop_whose_batches_are_on_the_host(micro_batches: int, target: Target
         batches = [models.batch(model, seed=seed) for seed in range(3)]
         model = model if ours else model.to(target.torch_device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"accelerator": target.accelerator, "host_update": False}
+        options |= {"micro_batches": micro_batches, "memory": ROOM}
         if not ours:
-            losses = plain(model, optimizer, [on(target.torch_device, batch) for batch in batches], micro_batches)
-        else:
-            options: dict[str, Any] = {"accelerator": target.accelerator, "host_update": False}
-            options |= {"micro_batches": micro_batches, "memory": ROOM}
-            with lt_offload.offloaded(model, optimizer, batches[0], **options):
-                losses = train(model, optimizer, batches)
+            batches = [on(target.torch_device, batch) for batch in batches]
+            parts = lt_offload.micro_batched_reference(model, micro_batches) if micro_batches > 1 else nullcontext()
+        with parts if not ours else lt_offload.offloaded(model, optimizer, batches[0], **options):
+            losses = [loss.cpu() for loss in ordinary(model, optimizer, batches)]
         results.append([*losses, *(parameter.detach().cpu() for parameter in model.parameters())])
     assert all(map(torch.equal, *results))
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    losses = []
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    return losses
-
-
-def plain(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]], micro_batches: int
-) -> list[Tensor]:
-    if micro_batches == 1:
-        return train(model, optimizer, batches)
-    with lt_offload.micro_batched_reference(model, micro_batches):
-        return train(model, optimizer, batches)
 
 
 class Own(nn.Module):
@@ -166,30 +145,30 @@ def test_models_of_ones_own(target: Target) -> None:
             options: dict[str, Any] = {"accelerator": target.accelerator, "host_update": False, "memory": ROOM}
             with lt_offload.offloaded(model, optimizer, (x, lengths), run=partial(run, model), **options):
                 assert model.device == model.layers[1].device == x.device
-                losses = own_loop(model, optimizer, x, lengths)
+                losses = loop(3, model, optimizer, x, lengths)
             assert model.device == torch.device("cpu")
         else:
             model.to(target.torch_device)
-            losses = own_loop(model, torch.optim.SGD(model.parameters(), lr=0.1), x, lengths)
+            losses = loop(3, model, torch.optim.SGD(model.parameters(), lr=0.1), x, lengths)
         results.append([*losses, *(parameter.detach().cpu() for parameter in model.parameters())])
     assert all(map(torch.equal, *results))
+
+
+def loop(steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, *inputs: Tensor) -> list[Tensor]:
+    losses = []
+    for _ in range(steps):
+        loss = model(*inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses
 
 
 def run(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     x, lengths = batch
     loss: Tensor = model(x, lengths.cpu())
     return loss
-
-
-def own_loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, lengths: Tensor) -> list[Tensor]:
-    losses = []
-    for _ in range(3):
-        loss = model(x, lengths)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    return losses
 
 
 class Rest(nn.Module):
@@ -227,43 +206,12 @@ def test_optimizer_states_come_and_go_with_their_parameters(fused: bool, target:
             if ours and device is there and losses:
                 options: dict[str, Any] = {"accelerator": target.accelerator, "host_update": False, "memory": ROOM}
                 with lt_offload.offloaded(model, optimizer, (x.to(there),), **options):
-                    losses += plain_loop(model, optimizer, x.to(there))
+                    losses += loop(2, model, optimizer, x.to(there))
             else:
                 move(model, optimizer, device)
-                losses += plain_loop(model, optimizer, x.to(device))
+                losses += loop(2, model, optimizer, x.to(device))
             if ours and len(losses) > 2:
                 states = [value for state in optimizer.state.values() for value in state.values()]
                 assert {tensor.device for tensor in (*states, *model.parameters())} == {host}
         results.append([*losses, *(parameter.detach().cpu() for parameter in model.parameters())])
     assert all(map(torch.equal, *results))
-
-
-def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[Tensor]:
-    losses = []
-    for _ in range(2):
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    return losses
-
-
-def test_copies_are_where_they_are_and_classes_are_as_before(target: Target) -> None:
-    model, other = models.build("llama"), models.build("llama")
-    cls = type(model)
-    before = [vars(base)["device"] for base in cls.__mro__ if "device" in vars(base)]
-    device = target.open()
-    engine = Engine(model, None, None, device)
-    engine.install()
-    assert model.device == model.model.device == target.torch_device
-    assert type(model) is cls
-    host = torch.device("cpu")
-    assert other.device == host
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    assert [twin.device for twin in twins] == [host, host]
-    assert all(type(twin) is cls for twin in twins)
-    engine.close()
-    device.close()
-    assert model.device == host
-    assert [vars(base)["device"] for base in cls.__mro__ if "device" in vars(base)] == before

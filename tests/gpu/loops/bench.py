@@ -17,13 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lt_offload
-from lt_offload.errors import InfeasibleError
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.gpu.target import ROOM, Target
 from tests.gpu.users.runs import equal_updates
 from tests.support import models
 from tests.support.engines import Result, differences, equal
+from tests.support.profiles.budgets import least, named_by
 
 LOOPS = [
     pytest.mark.only("cuda", "cpu", "fake"),
@@ -124,11 +124,7 @@ class Bench:
         if way == "resident":
             made = self._resident(profile, switches)
         else:
-            try:
-                lt_offload.solve(profile, memory=1, **switches)
-            except InfeasibleError as error:
-                smallest = error.needed_bytes
-            assert smallest is not None
+            smallest = least(profile, **switches)
             largest = self._resident(profile, switches).predicted.device_peak_bytes
             made = lt_offload.solve(profile, memory=int(smallest + TIGHT * (largest - smallest)), **switches)
         travels = any(op.lane in ("h2d", "d2h") for op in made.ops)
@@ -200,21 +196,13 @@ class Bench:
 
     def smallest(self, here: Here, **switches: Any) -> int:
         """Return what the error about too little memory says that would do."""
-        with (
-            pytest.raises(InfeasibleError) as caught,
-            lt_offload.offloaded(
-                here.model,
-                here.optimizer,
-                here.batches[0],
-                memory=20_000,
-                accelerator=self.target.accelerator,
-                **switches,
-            ),
-        ):
-            pass
-        smallest = caught.value.needed_bytes
-        assert smallest is not None
-        del caught
+        switches |= {"memory": 20_000, "accelerator": self.target.accelerator}
+
+        def begin() -> None:
+            with lt_offload.offloaded(here.model, here.optimizer, here.batches[0], **switches):
+                pass
+
+        smallest = named_by(begin)
         gc.collect()
         return smallest
 

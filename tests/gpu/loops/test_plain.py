@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from lt_offload.errors import UnsupportedError
 from tests.gpu.loops.bench import LOOPS, Bench, Here, in_both_ways, plain_steps
 
 pytestmark = LOOPS
@@ -128,21 +127,6 @@ def test_averages_that_are_kept_on_the_device(way: str, bench: Bench) -> None:
 
 
 @in_both_ways
-def test_a_loop_asks_the_model_where_it_is(way: str, bench: Bench) -> None:
-    """``batch.to(model.device)``, as many do with Hugging Face's models."""
-
-    def loop(here: Here) -> list[torch.Tensor]:
-        losses: list[torch.Tensor] = []
-        for batch in here.batches:
-            where: Any = here.model.device
-            trained(here, {name: value.cpu().to(where) for name, value in batch.items()}, losses)
-            here.seen["where"] = str(where)
-        return losses
-
-    assert bench.compare(way, loop) == []
-
-
-@in_both_ways
 def test_hooks_on_blocks(way: str, bench: Bench) -> None:
     def loop(here: Here) -> list[torch.Tensor]:
         norms: list[torch.Tensor] = []
@@ -220,16 +204,3 @@ def test_a_grad_scaler_that_finds_infinities(clip: bool, way: str, bench: Bench)
         return losses
 
     assert bench.compare(way, loop, delayed=True) == []
-
-
-@in_both_ways
-def test_a_grad_scaler_is_refused_where_updates_do_not_wait(way: str, bench: Bench) -> None:
-    def loop(here: Here) -> list[torch.Tensor]:
-        scaler = torch.amp.GradScaler(here.device.type)
-        loss = here.model(**here.batches[0]).loss
-        scaler.scale(loss).backward()
-        scaler.step(here.optimizer)
-        return [loss]
-
-    with pytest.raises(UnsupportedError, match="delayed=True"):
-        bench.ours(way, loop)

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from lt_offload.plan import Settings, make_plan
 from lt_offload.schema.plan import Plan
@@ -17,17 +15,6 @@ from lt_offload.strategy.first import planning, survey
 from tests.gpu.target import Target
 from tests.gpu.users.runs import Bench
 from tests.support.trainers import profiled
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    """Begin with the device empty: what the test before has left in cycles is not this test's matter."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    yield
-    gc.collect()
-
 
 PROFILES: dict[str, Profile] = {}
 PLANS: dict[str, Plan] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -12,24 +11,6 @@ from tests.gpu.users.runs import USERS, Bench, in_both_ways, module
 from tests.support.trainers import Run, differences
 
 pytestmark = [*USERS, pytest.mark.usefixtures("planned_once")]
-
-
-@in_both_ways
-def test_runs_one_after_the_other(way: str, bench: Bench) -> None:
-    """Of one model, and of another one, without a look at what the run before has left."""
-
-    def scene(strategy: Any) -> Run:
-        return bench.fit(strategy, max_epochs=1)
-
-    stock = scene("auto")
-    other = bench.fit("auto", module(99), max_epochs=1)
-    both = bench.fit("auto", scene("auto").module, max_epochs=1)
-    gc.collect()
-    first, second, third = (bench.strategy(way, scene) for _ in range(3))
-    run = scene(first)
-    assert differences(stock, run) == []
-    assert differences(other, bench.fit(second, module(99), max_epochs=1)) == []
-    assert differences(both, bench.fit(third, run.module, max_epochs=1)) == []
 
 
 @in_both_ways

@@ -6,11 +6,9 @@ import gc
 from typing import Any
 
 import pytest
-from lightning.pytorch import seed_everything
 
 from lt_offload import OffmateStrategy
 from tests.gpu.users.runs import USERS, Bench, check_way, module
-from tests.parity.callbacks.test_first_steps import Elsewhere
 from tests.support.trainers import Run, differences
 
 pytestmark = USERS
@@ -66,16 +64,3 @@ def test_weights_are_on_the_host_afterwards(bench: Bench) -> None:
         run = bench.fit(strategy, max_epochs=1)
         assert {p.device.type for p in run.module.parameters()} == {"cpu"}
         assert all(p.isfinite().all() for p in run.module.parameters())
-
-
-@pytest.mark.parametrize("planner", ["stream", "resident"])
-def test_other_layers_than_the_largest_list(planner: Any, bench: Bench) -> None:
-    """The first step calls them, and trains without a plan; the second shows what to plan."""
-
-    def scene(strategy: Any) -> Run:
-        seed_everything(7, verbose=False)
-        return bench.fit(strategy, Elsewhere(), max_epochs=1)
-
-    expected = scene("auto")
-    found = scene(OffmateStrategy(memory="2GB", planner=planner, **bench.options | {"host_update": False}))
-    assert differences(expected, found) == []

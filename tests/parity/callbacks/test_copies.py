@@ -99,9 +99,6 @@ def test_a_copy_is_trained_while_the_model_is() -> None:
     assert kept(model) == kept(Attending())
 
 
-HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
-
-
 class Own(nn.Linear):
     """Has a way of its own to be copied."""
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lt_offload import OffmateStrategy
-from lt_offload.errors import PlanError, UnsupportedError
+from lt_offload.errors import UnsupportedError
 from tests import sampling
 from tests.parity.lightning.test_clipping import Pictures
 from tests.support.engines import equal
@@ -258,15 +256,6 @@ def test_a_step_without_a_loss() -> None:
 # -- after training ----------------------------------------------------------------------------------------------------
 
 
-def goes_on(module: Any) -> None:
-    """A plain loop over the model that a Trainer has trained."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for batch in module.train_dataloader():
-        module.model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def test_a_validation_clears_them() -> None:
     for strategy in ("auto", OffmateStrategy(memory="200MB")):
         run = fit(strategy, seeded_module(**OPTIONS), max_epochs=1)
@@ -280,14 +269,6 @@ def test_gradients_that_are_kept_while_they_change_are_refused() -> None:
     callback = Looking("on_after_backward", kept)
     with pytest.raises(UnsupportedError, match=r"the gradient of weight .* was kept: .*p.grad.clone\(\)"):
         fit(OffmateStrategy(memory="200MB"), seeded_module(**OPTIONS), callbacks=[callback])
-
-
-def test_a_plan_that_updates_too_early_is_refused_before_training(tmp_path: Path) -> None:
-    ours = fit(OffmateStrategy(memory="200MB"), max_epochs=1)
-    path = ours.trainer.strategy.plan.save(tmp_path / "plan.json")
-    callback = LambdaCallback(on_before_optimizer_step=print)
-    with pytest.raises(PlanError, match="on_before_optimizer_step, where hooks look"):
-        fit(OffmateStrategy(memory="200MB", plan=path), callbacks=[callback])
 
 
 def test_an_error_in_a_hook_is_the_one_that_is_raised() -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lt_offload import AdamW
 from tests import sampling
 from tests.support import engines
 from tests.support.engines import OPTIMIZERS, Case, changed, differences, offloaded, plain
 from tests.support.models import FAMILIES
-from tests.support.trainers import BATCHES, Forced, Module, fit, seeded_module, state_differences
 
 OPTIONS = [
     ("keep",),
@@ -99,34 +96,3 @@ def test_noise_equals_plain_pytorch(places: tuple[str, ...]) -> None:
     assert changed(case, actual)
     assert all("master" not in state for state in actual.optimizer.state.values())
     assert differences(expected, plain(replace(case, optimizer=NAME))) != []
-
-
-@pytest.mark.parametrize("noisy", [False, True], ids=["masters", "noise"])
-@pytest.mark.parametrize("first", ["stock", "offmate"])
-@pytest.mark.parametrize("second", ["stock", "offmate"])
-def test_resumed_training_equals_one_run(
-    first: str, second: str, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint keeps the masters, whoever writes it and whoever reads it; noise needs no more than the step."""
-    made = Module.configure_optimizers
-
-    def with_masters(module: Any) -> dict[str, Any]:
-        found = made(module)
-        groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in found["optimizer"].param_groups]
-        optimizer = AdamW(groups, lr=1e-3, stochastic_rounding=noisy)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    monkeypatch.setattr(Module, "configure_optimizers", with_masters)
-    makers = {"stock": lambda: "auto", "offmate": Forced}
-    options = {"shuffle": False, "dtype": torch.bfloat16}
-    whole = fit("auto", seeded_module(**options))
-    saver = ModelCheckpoint(tmp_path, filename="half", every_n_train_steps=BATCHES)
-    fit(makers[first](), seeded_module(**options), callbacks=[saver], enable_checkpointing=True, max_epochs=1)
-    resumed = fit(makers[second](), seeded_module(99, **options), ckpt=tmp_path / "half.ckpt")
-    assert resumed.trainer.global_step == 2 * BATCHES
-    assert whole.module.lrs[BATCHES:] == resumed.module.lrs
-    assert state_differences(whole, resumed) == []
-    state = next(iter(resumed.optimizer.state.values()))
-    assert ("master" in state) != noisy
-    assert all(value.dtype == torch.float32 for value in state.values())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.utils import ModelOutput
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.model import head
@@ -26,6 +26,8 @@ from tests.support import models
 from tests.support.engines import Case, Result, differences, make_optimizer, trained_by
 from tests.support.engines import build as build_case
 from tests.support.hostile.device import HostileDevice
+from tests.support.profiles.budgets import least
+from tests.support.user_nets import ordinary
 
 VOCABULARY = 4096
 CHUNK = 32
@@ -67,26 +69,12 @@ def only(*names: str, of: Profile | None = None) -> Profile:
     return replace(found, blocks=(*found.blocks[:-1], replace(last, options=options)))
 
 
-def least(found: Profile, **settings: Any) -> int:
-    with pytest.raises(InfeasibleError) as error:
-        make_plan(found, Settings(memory=1, **settings))
-    assert error.value.needed_bytes
-    return error.value.needed_bytes
-
-
 def plainly(*, in_chunks: bool) -> Result:
     model = build()
     if in_chunks:
         use_reference(model, CHUNK)
     optimizer = make_optimizer(model, "adamw-fused")
-    losses = []
-    for batch in batches():
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return Result(losses, model, optimizer)
+    return Result(ordinary(model, optimizer, batches()), model, optimizer)
 
 
 def within(memory: int, **settings: Any) -> tuple[Result, str]:
@@ -191,7 +179,7 @@ class WithAnother(nn.Module):
         self.model, self.other = models.build(layers=3), models.build(layers=2, seed=5)
 
     def forward(self, **batch: Any) -> Any:
-        return SimpleNamespace(loss=self.model(**batch).loss + 0.5 * self.other(**batch).loss)
+        return ModelOutput(loss=self.model(**batch).loss + 0.5 * self.other(**batch).loss)
 
 
 @pytest.mark.slow
@@ -205,20 +193,14 @@ def test_what_follows_the_models_own_loss_has_room() -> None:
     )
     plain = copy.deepcopy(start)
     optimizer = make_optimizer(plain, "adamw-fused")
-    losses = []
-    for batch in batches:
-        loss = plain(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    expected = Result(ordinary(plain, optimizer, batches), plain, optimizer)
     for settings in ({"activation_offload": False}, {}):
         plan = make_plan(found, Settings(memory=least(found, **settings), time_limit=5.0, **settings))
         model = copy.deepcopy(start)
         used = make_optimizer(model, "adamw-fused")
         device = HostileDevice(plan.budget_bytes, "lazy", check=True)
         result, peak = trained_by(device, plan, model, used, batches, after=used.zero_grad)
-        assert differences(Result(losses, plain, optimizer), result) == []
+        assert differences(expected, result) == []
         # Gradients outside the blocks are planned for all the time, and gone here when the second model runs.
         gradients = sum(p.nbytes for p in start.other.parameters())
         predicted = plan.predicted.device_peak_bytes
@@ -236,7 +218,7 @@ class WithClassifier(nn.Module):
     def forward(self, **batch: Any) -> Any:
         loss = self.model(**batch).loss
         found = self.other(batch["input_ids"]).flatten(0, 1)
-        return SimpleNamespace(loss=loss + F.cross_entropy(found, batch["labels"].flatten()))
+        return ModelOutput(loss=loss + F.cross_entropy(found, batch["labels"].flatten()))
 
 
 @pytest.mark.slow
@@ -262,7 +244,7 @@ class WithBias(nn.Module):
         self.model, self.table = models.build(layers=2), nn.Parameter(torch.randn(97, 256))
 
     def forward(self, **batch: Any) -> Any:
-        return SimpleNamespace(loss=self.model(**batch).loss + self.table[0].mean())
+        return ModelOutput(loss=self.model(**batch).loss + self.table[0].mean())
 
 
 def test_updates_outside_the_blocks_have_room_at_the_smallest_budget() -> None:

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lt_offload
 from lt_offload.errors import InfeasibleError, UnsupportedError
-from lt_offload.execute.engine import Engine
 from lt_offload.plan.papers.pofo.propose import propose_pofo
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import NotApplicable, Request, allowed_options
@@ -25,7 +24,7 @@ from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
-from tests.support.engines import make_optimizer
+from tests.support.engines import Result, differences, make_optimizer, trained_by
 from tests.support.hostile.device import HostileDevice
 from tests.support.user_nets import ordinary
 
@@ -40,23 +39,20 @@ class Task:
     """A model, a batch and what plain training makes of them."""
 
     start: nn.Module
-    batch: dict[str, torch.Tensor]
-    losses: list[torch.Tensor]
-    end: nn.Module
-    optimizer: torch.optim.Optimizer
+    batches: list[dict[str, torch.Tensor]]
+    end: Result
     random: torch.Tensor
     """State of the generator after training."""
     profile: Profile
 
 
 def task(start: nn.Module, batch: dict[str, torch.Tensor]) -> Task:
-    profiled = copy.deepcopy(start)
+    profiled, end = copy.deepcopy(start), copy.deepcopy(start)
     profile = lt_offload.profile(profiled, batch, optimizer=make_optimizer(profiled, "adamw-fused"))
-    end = copy.deepcopy(start)
     optimizer = make_optimizer(end, "adamw-fused")
     torch.manual_seed(7)
     losses = ordinary(end, optimizer, [batch] * STEPS)
-    return Task(start, batch, losses, end, optimizer, torch.get_rng_state(), profile)
+    return Task(start, [batch] * STEPS, Result(losses, end, optimizer), torch.get_rng_state(), profile)
 
 
 def require_equal(task: Task, plan: Plan) -> None:
@@ -64,30 +60,10 @@ def require_equal(task: Task, plan: Plan) -> None:
     model = copy.deepcopy(task.start)
     optimizer = make_optimizer(model, "adamw-fused")
     device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
-    engine = Engine(model, optimizer, plan, device)
-    try:
-        engine.install()
-        torch.manual_seed(7)
-        losses = []
-        for _ in range(STEPS):
-            with engine.iteration():
-                loss = model(**task.batch).loss
-                loss.backward()
-                optimizer.step()
-            losses.append(loss.detach().clone())
-        random = torch.get_rng_state()
-        peak = engine.stats.device_peak_bytes
-    finally:
-        engine.remove()
-        device.close()
+    result, peak = trained_by(device, plan, model, optimizer, task.batches, seed=7)
+    assert torch.equal(torch.get_rng_state(), task.random)
     assert peak <= plan.predicted.device_peak_bytes <= plan.budget_bytes
-    assert torch.equal(random, task.random)
-    assert all(torch.equal(a, b) for a, b in zip(task.losses, losses, strict=True))
-    for (name, expected), found in zip(task.end.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(expected, found), name
-    states = [o.state_dict()["state"] for o in (task.optimizer, optimizer)]
-    for key, expected in states[0].items():
-        assert all(torch.equal(expected[field], states[1][key][field]) for field in expected), key
+    assert differences(task.end, result) == []
 
 
 def smallest(profile: Profile, planner: PlannerName) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 
 import lt_offload
 from lt_offload.errors import PlanError
-from lt_offload.execute.engine import Engine
 from lt_offload.plan import check
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
 from lt_offload.plan.iteration.memory import device_bytes
@@ -20,7 +20,18 @@ from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
 from tests import sampling
-from tests.support.engines import Case, Result, batches, build, changed, differences, make_optimizer, plain, trained_on
+from tests.support.engines import (
+    Case,
+    Result,
+    batches,
+    build,
+    carried_out,
+    changed,
+    differences,
+    make_optimizer,
+    plain,
+    trained_on,
+)
 from tests.support.hostile.device import HostileDevice
 from tests.support.hostile.races import Race
 from tests.support.profiles.by_hand import built
@@ -166,48 +177,49 @@ def test_a_tied_table_is_read_by_the_embedding_and_copied_for_the_projection() -
     assert 0 < copy.step <= last
 
 
+READ_TOO_EARLY = r'"compute" on compute reads .host weight .* not ordered after: "{}'
+WRITTEN_TOO_EARLY = r"writes .host grad .* not ordered after: \"update|reads .host weight"
+DEVICE = Case(places=("device",), optimizer="sgd-plain")
+RACES: dict[str, tuple[Case, How, bool, Callable[[str, str], bool], str]] = {
+    "a direct read waits for the update on the host": (
+        Case(places=HOST),
+        everything,
+        False,
+        lambda what, event: what == "compute" and event.startswith("update"),
+        READ_TOO_EARLY.format("update"),
+    ),
+    "a direct read waits for a copy to the host": (
+        DEVICE,
+        forwards,
+        False,
+        lambda what, event: what == "compute" and event.startswith("offload weight"),
+        READ_TOO_EARLY.format("offload weight"),
+    ),
+    "an update on the host waits for what the backward writes there": (
+        Case(places=HOST),
+        everything,
+        True,
+        lambda what, event: what.startswith("update") and event == "compute",
+        r'"update \d+" on host reads .host grad .* not ordered after: "backward',
+    ),
+    "the backward writes after the last update has read": (
+        Case(places=HOST),
+        nothing,
+        True,
+        lambda what, event: event.startswith("update"),
+        WRITTEN_TOO_EARLY,
+    ),
+}
+"""A plan, a wait that is left out, and what the checker says then."""
+
+
 @pytest.mark.parametrize("mode", ["lazy", "random", "thread"])
-def test_a_direct_read_waits_for_the_update_on_the_host(mode: str) -> None:
-    case = Case(places=HOST, mode=mode)
-    plan, budget = planned(case, everything)
-
-    def ignore(what: str, event: str) -> bool:
-        return what == "compute" and event.startswith("update")
-
-    with pytest.raises(Race, match=r'"compute" on compute reads .host weight .* not ordered after: "update'):
-        trained(case, plan, budget, ignore=ignore)
-
-
-def test_a_direct_read_waits_for_a_copy_to_the_host() -> None:
-    case = Case(places=("device",), optimizer="sgd-plain")
-    plan, budget = planned(case, forwards)
-
-    def ignore(what: str, event: str) -> bool:
-        return what == "compute" and event.startswith("offload weight")
-
-    with pytest.raises(Race, match=r'"compute" on compute reads .host weight .* not ordered after: "offload weight'):
-        trained(case, plan, budget, ignore=ignore)
-
-
-def test_an_update_on_the_host_waits_for_what_the_backward_writes_there() -> None:
-    case = Case(places=HOST)
-    plan, budget = planned(case, everything, grad_zero_copy=True)
-
-    def ignore(what: str, event: str) -> bool:
-        return what.startswith("update") and event == "compute"
-
-    with pytest.raises(Race, match=r'"update \d+" on host reads .host grad .* not ordered after: "backward'):
-        trained(case, plan, budget, ignore=ignore)
-
-
-def test_the_backward_writes_after_the_last_update_has_read() -> None:
-    case = Case(places=HOST)
-    plan, budget = planned(case, nothing, grad_zero_copy=True)
-
-    def ignore(what: str, event: str) -> bool:
-        return event.startswith("update")
-
-    with pytest.raises(Race, match=r"writes .host grad .* not ordered after: \"update|reads .host weight"):
+@pytest.mark.parametrize("law", RACES)
+def test_accesses_in_host_memory_are_ordered(law: str, mode: str) -> None:
+    case, how, grad_zero_copy, ignore, message = RACES[law]
+    case = replace(case, mode=mode)
+    plan, budget = planned(case, how, grad_zero_copy=grad_zero_copy)
+    with pytest.raises(Race, match=message):
         trained(case, plan, budget, ignore=ignore)
 
 
@@ -229,30 +241,17 @@ def test_validation_reads_what_the_arena_has_no_room_for(how: How, mode: str) ->
     """Between two iterations, while updates on the host are under way."""
     case = Case(places=HOST, mode=mode)
     plan, budget = planned(case, how)
-    model = build(case)
-    optimizer = make_optimizer(model, case.optimizer)
-    device = HostileDevice(budget, mode, seed=case.seed, check=True)
-    engine = Engine(model, optimizer, plan, device)
-    found: list[torch.Tensor] = []
-    try:
-        engine.install()
-        for batch in batches(case, model, device.torch_device):
-            with engine.iteration():
-                model(**batch).loss.backward()
-                optimizer.step()
-            with torch.no_grad():
-                found.append(model(**batch).loss.clone())
-        engine.drain()
-    finally:
-        engine.remove()
-        device.close()
-    expected: list[torch.Tensor] = []
-    model = build(case)
-    optimizer = make_optimizer(model, case.optimizer)
-    for batch in batches(case, model):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            expected.append(model(**batch).loss.clone())
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    losses: list[list[torch.Tensor]] = []
+    for device in (None, HostileDevice(budget, mode, seed=case.seed, check=True)):
+        model, seen = build(case), []
+        optimizer = make_optimizer(model, case.optimizer)
+        with carried_out(model, optimizer, plan, device) if device else nullcontext() as engine:
+            for batch in batches(case, model):
+                with engine.iteration() if engine else nullcontext():
+                    model(**batch).loss.backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    seen.append(model(**batch).loss.clone())
+        losses.append(seen)
+    assert all(map(torch.equal, *losses))

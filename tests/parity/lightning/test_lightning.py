@@ -18,14 +18,13 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lt_offload import OffmateStrategy
+from lt_offload import AdamW, OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
-from lt_offload.execute import installed
 from lt_offload.execute.engine import Engine
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
@@ -33,10 +32,10 @@ from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy.metrics import Metrics
 from tests import sampling
-from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import (
     BATCHES,
     Forced,
+    Module,
     Tokens,
     budgets,
     differences,
@@ -48,12 +47,6 @@ from tests.support.trainers import (
 
 MEMORY = "200MB"
 NAMESPACES = (lightning.pytorch, pytorch_lightning)
-
-
-@pytest.fixture
-def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
 
 
 # -- one fit ----------------------------------------------------------------------------------------------------------
@@ -68,7 +61,7 @@ MODELS: list[dict[str, Any]] = [
 PRECISIONS = ["32-true", "bf16-true"]
 
 
-@pytest.mark.usefixtures("_hostile")
+@pytest.mark.usefixtures("hostile")
 @pytest.mark.parametrize(("options", "precision"), sampling.grid(MODELS, PRECISIONS), ids=str)
 def test_every_option_and_place_equals_stock(options: dict[str, Any], precision: Any) -> None:
     stock = fit("auto", seeded_module(**options), precision=precision)
@@ -165,29 +158,38 @@ def test_validate_and_predict_without_training_then_train(memory: str) -> None:
 MAKERS: dict[str, Callable[[], Any]] = {"stock": lambda: "auto", "ours": Forced}
 
 
-def half(strategy: Any, folder: Path, **settings: Any) -> Path:
-    """Train for one of two epochs; return the checkpoint."""
-    saver = ModelCheckpoint(folder, filename="half", every_n_train_steps=BATCHES)
-    fit(strategy, seeded_module(shuffle=False), callbacks=[saver], enable_checkpointing=True, max_epochs=1, **settings)
-    return folder / "half.ckpt"
+ORDERS = [("ours", "ours"), ("ours", "stock"), ("stock", "ours")]
 
 
-@pytest.mark.usefixtures("_hostile")
-@pytest.mark.parametrize(
-    ("order", "precision"), sampling.grid([("ours", "ours"), ("ours", "stock"), ("stock", "ours")], PRECISIONS), ids=str
-)
-def test_resumed_training_equals_one_run(order: tuple[str, str], precision: Any, tmp_path: Path) -> None:
-    first, second = order
-    whole = fit("auto", seeded_module(shuffle=False), precision=precision)
-    path = half(MAKERS[first](), tmp_path, precision=precision)
-    other = seeded_module(seed=99, shuffle=False)
-    resumed = fit(MAKERS[second](), other, ckpt=path, precision=precision)
+@pytest.mark.usefixtures("hostile")
+@pytest.mark.parametrize(("order", "kind"), sampling.grid(ORDERS, [*PRECISIONS, "masters", "noise"], count=6), ids=str)
+def test_resumed_training_equals_one_run(
+    order: tuple[str, str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masters are kept, too, whoever writes the checkpoint and whoever reads it; noise needs no more than the step."""
+    made, first, second = Module.configure_optimizers, *order
+
+    def with_our_optimizer(module: Any) -> dict[str, Any]:
+        found = made(module)
+        groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in found["optimizer"].param_groups]
+        optimizer = AdamW(groups, lr=1e-3, stochastic_rounding=kind == "noise")
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    options, settings = {"shuffle": False}, {"precision": kind}
+    if kind not in PRECISIONS:
+        monkeypatch.setattr(Module, "configure_optimizers", with_our_optimizer)
+        options, settings = options | {"dtype": torch.bfloat16}, {}
+    whole = fit("auto", seeded_module(**options), **settings)
+    saving = {"callbacks": [ModelCheckpoint(tmp_path, filename="half", every_n_train_steps=BATCHES)]}
+    fit(MAKERS[first](), seeded_module(**options), max_epochs=1, enable_checkpointing=True, **saving, **settings)
+    resumed = fit(MAKERS[second](), seeded_module(99, **options), ckpt=tmp_path / "half.ckpt", **settings)
     assert resumed.trainer.global_step == 2 * BATCHES
+    assert all(map(torch.equal, whole.module.losses[BATCHES:], resumed.module.losses))
     assert len(resumed.module.losses) == BATCHES
-    for left, right in zip(whole.module.losses[BATCHES:], resumed.module.losses, strict=True):
-        assert torch.equal(left, right)
     assert whole.module.lrs[BATCHES:] == resumed.module.lrs
     assert state_differences(whole, resumed) == []
+    assert {"master" in state for state in resumed.optimizer.state.values()} == {kind == "masters"}
 
 
 class Rollback(Callback):
@@ -203,7 +205,7 @@ class Rollback(Callback):
             strategy.load_optimizer_state_dict(copy.deepcopy(self.saved))
 
 
-@pytest.mark.usefixtures("_hostile")
+@pytest.mark.usefixtures("hostile")
 def test_loading_in_the_middle_of_training_equals_stock() -> None:
     assert differences(fit("auto", callbacks=[Rollback()]), fit(Forced(), callbacks=[Rollback()])) == []
 
@@ -236,7 +238,7 @@ class Fault(Callback):
         raise Stop(self.where)
 
 
-@pytest.mark.usefixtures("_hostile")
+@pytest.mark.usefixtures("hostile")
 @pytest.mark.parametrize("where", ["forward", "backward", "validation"])
 def test_a_fault_is_reported_and_leaves_a_usable_model_and_process(where: str) -> None:
     module = seeded_module()
@@ -380,6 +382,33 @@ def test_a_plan_of_another_model_or_a_larger_device_is_refused(tmp_path: Path) -
         fit(OffmateStrategy(plan=tmp_path / "plan.json", memory="300KB"))
     with pytest.raises(PlanError, match="cannot be carried out"):
         fit(OffmateStrategy(plan=tmp_path / "plan.json"), seeded_module(batch_size=5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gradient_clip_val": 0.1}, "before the norm of all gradients is known"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 needs room for sums"),
+        (
+            {"callbacks": [LambdaCallback(on_before_optimizer_step=lambda *_: None)]},
+            "on_before_optimizer_step, where hooks look",
+        ),
+    ],
+    ids=["clipping", "windows", "hooks"],
+)
+def test_a_plan_whose_updates_come_too_early_is_refused_before_training(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """One that was made with the same settings, or for a longer window, is replayed."""
+    for planned in ({}, settings | {"accumulate_grad_batches": 1 + settings.get("accumulate_grad_batches", 0)}):
+        made = fit(OffmateStrategy(memory=MEMORY), max_epochs=1, **planned).trainer.strategy.plan
+        replay = OffmateStrategy(memory=MEMORY, plan=made.save(tmp_path / "plan.json"))
+        if planned:
+            assert differences(fit("auto", **settings), fit(replay, **settings)) == []
+        else:
+            with pytest.raises(PlanError, match=message):
+                fit(replay, **settings)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

@@ -17,9 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import PlanError
-from lt_offload.execute import installed
 from tests import sampling
-from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import Run, budgets, differences, fit, seeded_module, state_differences, tight
 
 UPDATES = 6
@@ -27,10 +25,7 @@ BEFORE_STEPS = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler
 """Lightning steps the schedule though the first step of the optimizer is left out, and torch warns of it."""
 
 
-@pytest.fixture(autouse=True)
-def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
+pytestmark = pytest.mark.usefixtures("hostile")
 
 
 class Scales(lightning.pytorch.Callback):

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import lt_offload
+from lt_offload.plan import Plan
+from lt_offload.schema.profile import Profile
 from tests.support.engines import Result
+from tests.support.profiles import budgets
 
 WIDTH = 16
 
@@ -130,6 +133,13 @@ def net(layer: Callable[[], nn.Module]) -> Net:
 
 def ids(samples: int = 8, tokens: int = 5, seed: int = 0) -> Tensor:
     return torch.randint(20, (samples, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def plan_for(profile: Profile, budget: str, **settings: Any) -> Plan:
+    """A plan for the smallest budget, one in the middle, or one in which everything stays."""
+    least = budgets.least(profile, **settings)
+    memory = {"tight": least, "middle": int(1.6 * least), "resident": 1 << 30}[budget]
+    return lt_offload.solve(profile, memory=memory, time_limit=10, **settings)
 
 
 def trained(start: nn.Module, micro_batches: int, batches: list[Tensor], *, plainly: bool, **settings: Any) -> Result:

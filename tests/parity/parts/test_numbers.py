@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import lt_offload
-from lt_offload.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.parity.engine import test_reruns as reruns
@@ -99,23 +98,10 @@ def loss_of(model: nn.Module) -> Any:
     return lambda batch: model(**batch).loss
 
 
-def needed(profile: Profile, **settings: Any) -> int:
-    with pytest.raises(lt_offload.InfeasibleError) as error:
-        lt_offload.solve(profile, memory=1, **settings)
-    assert error.value.needed_bytes is not None
-    return error.value.needed_bytes
-
-
-def plan_for(profile: Profile, budget: str, **settings: Any) -> Plan:
-    least = needed(profile, **settings)
-    memory = {"tight": int(1.02 * least), "middle": int(1.6 * least), "resident": 1 << 30}[budget]
-    return lt_offload.solve(profile, memory=memory, time_limit=10, **settings)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("budget", "accumulate"), sampling.grid(["tight", "middle", "resident"], [1, 2], count=4))
 def test_every_budget_gives_the_numbers_of_the_reference(profile: Profile, budget: str, accumulate: int) -> None:
-    plan = plan_for(profile, budget, accumulate=accumulate)
+    plan = nets.plan_for(profile, budget, accumulate=accumulate)
     results = []
     for plainly in (True, False):
         model = start()
@@ -143,7 +129,7 @@ def test_every_budget_gives_the_numbers_of_the_reference(profile: Profile, budge
 
 @pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
 def test_memory_stays_within_what_the_plan_says(profile: Profile, budget: str) -> None:
-    plan = plan_for(profile, budget)
+    plan = nets.plan_for(profile, budget)
     model = start()
     device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
     batches = [sample(8, seed=seed) for seed in range(3)]
@@ -155,19 +141,8 @@ def test_memory_stays_within_what_the_plan_says(profile: Profile, budget: str) -
 def test_forwards_of_several_blocks_run_again(chains: Any) -> None:
     profile = reruns.profiled("llama")
     plan = reruns.planned(profile, *chains(profile), place="host")
-    found = reruns.by_plan(replace(plan, parts=2), "llama")
-    model, optimizer = reruns.fresh("llama")
-    plainly = reruns.Trained([], [], model, optimizer, [])
-    torch.manual_seed(1)
-    with lt_offload.micro_batched_reference(model, 2):
-        for seed in range(reruns.ITERATIONS):
-            loss = model(**models.batch(model, seed=seed)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            plainly.losses.append(loss.detach())
-            plainly.generators.append(torch.get_rng_state())
-    assert reruns.differences(plainly, found) == []
+    found, _ = reruns.by_plan(replace(plan, parts=2), "llama")
+    assert differences(reruns.plainly("llama", parts=2), found) == []
 
 
 # -- arguments and outputs --------------------------------------------------------------------------------------------
@@ -200,13 +175,13 @@ def test_rows_of_tokens_are_known_from_other_batches() -> None:
 
 def test_weights_travel_once_for_all_parts(profile: Profile) -> None:
     """Whereas one micro-batch after the other fetches them each time."""
-    plan = plan_for(profile, "tight")
+    plan = nets.plan_for(profile, "tight")
     fetched = sum(op.bytes * count for op, count in zip(plan.ops, plan.counts, strict=True) if _fetches(op))
     model = start()
     part = lt_offload.profile(
         model, sample(8 // PARTS), optimizer=make_optimizer(model, "adamw-fused"), run=loss_of(model)
     )
-    window = plan_for(part, "tight", accumulate=PARTS)
+    window = nets.plan_for(part, "tight", accumulate=PARTS)
     often = sum(op.bytes * count for op, count in zip(window.ops, window.counts, strict=True) if _fetches(op))
     assert 0 < fetched < 0.4 * often
 

@@ -17,9 +17,11 @@ from lt_offload.model.tiles import tokens_of
 from lt_offload.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests import sampling
+from tests.parity.parts.nets import plan_for
 from tests.support import models, trainers
 from tests.support.engines import Case as EngineCase
 from tests.support.engines import Result, changed, differences, make_optimizer, plain
+from tests.support.profiles import budgets
 from tests.support.trainers import fit
 
 TOKENS = 7
@@ -45,19 +47,6 @@ def profiled(tokens: int | None) -> Profile:
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     return profiled(TOKENS)
-
-
-def needed(profile: Profile, **settings: Any) -> int:
-    with pytest.raises(lt_offload.InfeasibleError) as error:
-        lt_offload.solve(profile, memory=1, **settings)
-    assert error.value.needed_bytes is not None
-    return error.value.needed_bytes
-
-
-def plan_for(profile: Profile, budget: str, **settings: Any) -> Plan:
-    least = needed(profile, **settings)
-    memory = {"tight": least, "middle": int(1.6 * least), "resident": 1 << 30}[budget]
-    return lt_offload.solve(profile, memory=memory, time_limit=10, **settings)
 
 
 def trained(plan: Plan | None, *, accumulate: int, clips: bool) -> Result:
@@ -114,7 +103,7 @@ def test_tiles_add_up_in_another_order_and_need_less(profile: Profile) -> None:
     assert differences(result, plain(EngineCase(shapes=((2, LENGTH),), tile_tokens=2 * LENGTH))) == []
     for mine, other in zip(tiles.model.parameters(), result.model.parameters(), strict=True):
         torch.testing.assert_close(mine, other)
-    assert needed(profile) < 0.95 * needed(profiled(None))
+    assert budgets.least(profile) < 0.95 * budgets.least(profiled(None))
 
 
 def test_another_plan_than_that_of_the_tiles_is_refused(profile: Profile) -> None:
@@ -177,13 +166,12 @@ def long_run(strategy: Any, tokens: int | None = None) -> trainers.Run:
 
 @pytest.mark.slow
 def test_the_first_step_fits_where_its_plan_fits() -> None:
-    needs = []
-    for tokens in (TOKENS, None):
-        with pytest.raises(lt_offload.InfeasibleError) as error:
-            long_run(offmate(memory=90_000, planner="auto", solver_time_limit=3.0, tile_tokens=tokens))
-        needs.append(error.value.needed_bytes or 0)
-    assert needs[0] < 0.7 * needs[1]
-    ours = long_run(offmate(memory=needs[0], planner="auto", solver_time_limit=3.0, tile_tokens=TOKENS))
+    def within(memory: int, tokens: int | None) -> trainers.Run:
+        return long_run(offmate(memory=memory, planner="auto", solver_time_limit=3.0, tile_tokens=tokens))
+
+    needed = budgets.named_by(lambda: within(90_000, TOKENS))
+    assert needed < 0.7 * budgets.named_by(lambda: within(90_000, None))
+    ours = within(needed, TOKENS)
     theirs = long_run("auto", TOKENS)
     assert all(map(torch.equal, theirs.module.losses, ours.module.losses))
     assert trainers.state_differences(theirs, ours) == []

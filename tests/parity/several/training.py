@@ -35,7 +35,7 @@ from lt_offload.execute.engine import Engine
 from lt_offload.schema.plan import Plan
 from tests.parity.models import quantized
 from tests.support import models
-from tests.support.engines import Result, make_optimizer, scheduler
+from tests.support.engines import Result, make_optimizer, scheduler, updated
 from tests.support.hostile.device import HostileDevice
 
 STEPS = 3
@@ -127,12 +127,7 @@ def plainly(case: Case, ranks: int) -> Result:
                         param.grad = None
         for param, total in sums.items():
             param.grad = total
-        if case.clip_norm is not None:
-            losses.append(nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm))
-        if case.clip_value is not None:
-            nn.utils.clip_grad_value_(model.parameters(), case.clip_value)
-        optimizer.step()
-        optimizer.zero_grad()
+        losses += updated(model, optimizer, case.clip_norm, case.clip_value)
         schedule.step()
         if case.user:
             losses.append(meddle(case, model, optimizer, step))
@@ -152,12 +147,7 @@ def by_ddp(case: Case, ranks: Ranks) -> Result:
                 loss = case.loss(stock, case.batch(step, ranks.rank, part), 1)
                 loss.backward()
             losses.append(loss.detach() / ranks.size)
-        if case.clip_norm is not None:
-            losses.append(nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm))
-        if case.clip_value is not None:
-            nn.utils.clip_grad_value_(model.parameters(), case.clip_value)
-        optimizer.step()
-        optimizer.zero_grad()
+        losses += updated(model, optimizer, case.clip_norm, case.clip_value)
         schedule.step()
         if case.user:
             losses.append(meddle(case, model, optimizer, step))

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.engine import Engine
 from lt_offload.execute.updates.window import CarriedWindow
-from lt_offload.plan.assembly.ops import TiedTable
 from lt_offload.plan.rows import as_head, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan
 from lt_offload.plan.verify.check import check
-from lt_offload.plan.windows import for_one, for_windows, with_sums
 from lt_offload.schema.plan import Op, Plan, PlannerName
 from lt_offload.schema.profile import Profile
-from tests.parity.tables.test_tables import MAKERS, VOCABULARY, build, measured, optimizer_of
+from tests.parity.tables.tied import MAKERS, VOCABULARY, build, measured, optimizer_of, planned
 from tests.support import models
-from tests.support.engines import Result, differences, installed
+from tests.support.engines import Result, carried_out, differences, in_windows, installed
 from tests.support.hostile.device import HostileDevice
 
 Shape = tuple[int, int]
@@ -39,6 +34,7 @@ WINDOWS: Sequence[Sequence[Shape]] = (
     ((5, 24), (2, 7), (1, 5), (5, 24)),
 )
 """They are planned for three micro-batches; others are shorter, one is longer."""
+ONE_BY_ONE: Sequence[Sequence[Shape]] = (((5, 24),), ((5, 24),), ((2, 9),), ((5, 24),))
 
 
 def batches(windows: Sequence[Sequence[Shape]], rows: int = VOCABULARY) -> list[list[dict[str, Any]]]:
@@ -53,55 +49,18 @@ def batches(windows: Sequence[Sequence[Shape]], rows: int = VOCABULARY) -> list[
     return made
 
 
-@cache
-def planned(
-    maker: str,
-    part_of_budget: float,
-    family: str = "llama-tied",
-    parts: int = 1,
-    rows: int = VOCABULARY,
-    window: int = 3,
-    delayed: bool = False,
-    planner: PlannerName = "auto",
-) -> tuple[Plan, int]:
-    """A plan in two parts, with so much of what is between the smallest budget and the largest; and the budget."""
-    found = measured(maker, family, parts, rows)
-    table = table_of(found)
-    assert table is not None
-    head = as_head(with_sums(found, window), table)
-    low = make_plan(head, for_one(Settings(planner="stream"))).predicted.device_peak_bytes
-    high = make_plan(head, for_one(Settings())).predicted.device_peak_bytes
-    budget = int(low + part_of_budget * (high - low))
-    settings = Settings(memory=budget, planner=planner, accumulate=window, delayed=delayed)
-    made = make_plan(head, for_one(settings), table=TiedTable(index=table, profile=found))
-    return for_windows(made, found, settings), budget
-
-
 def plain(
     maker: str,
     windows: Sequence[Sequence[Shape]] = WINDOWS,
     family: str = "llama-tied",
     rows: int = VOCABULARY,
-    clip_value: float | None = None,
-    clip_norm: float | None = None,
+    **clips: float | None,
 ) -> Result:
     """Train without the engine."""
     model = build(maker, family, rows)
     optimizer = optimizer_of(model, maker)
     torch.manual_seed(0)
-    losses = []
-    for window in batches(windows, rows):
-        for batch in window:
-            loss = model(**batch).loss / len(window)
-            loss.backward()
-            losses.append(loss.detach())
-        if clip_value is not None:
-            clip_grad_value_(model.parameters(), clip_value)
-        if clip_norm is not None:
-            losses.append(clip_grad_norm_(model.parameters(), clip_norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Result(losses, model, optimizer)
+    return Result(in_windows(model, optimizer, batches(windows, rows), **clips), model, optimizer)
 
 
 class Training:
@@ -127,11 +86,8 @@ class Training:
         mode: str = "lazy",
     ) -> CarriedWindow | None:
         """Carry out micro-batches, of windows of so many, of which some are the last; return what they have left."""
-        device = HostileDevice(budget, mode, check=True)
-        engine = Engine(self.model, self.optimizer, plan, device)
-        left = None
-        try:
-            engine.install()
+        left, device = None, HostileDevice(budget, mode, check=True)
+        with carried_out(self.model, self.optimizer, plan, device) as engine:
             engine.clip_value = self.clip_value
             if begun is not None:
                 engine.handover.enter_window(begun)
@@ -151,9 +107,6 @@ class Training:
             if engine.added:
                 left = engine.handover.leave_window(self.optimizer)
             engine.drain()
-        finally:
-            engine.remove()
-            device.close()
         return left
 
     @property
@@ -171,14 +124,17 @@ def flat(
 
 @pytest.mark.parametrize("part_of_budget", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("maker", MAKERS)
-def test_windows_in_two_parts_have_the_numbers_of_plain_pytorch(maker: str, part_of_budget: float) -> None:
-    plan, budget = planned(maker, part_of_budget)
+@pytest.mark.parametrize("window", [1, 3])
+def test_two_parts_have_the_numbers_of_plain_pytorch(window: int, maker: str, part_of_budget: float) -> None:
+    plan, budget = planned(maker, part_of_budget, window=window)
     uses = [(op.kind, op.rows) for op in plan.ops if op.uses_gradients and op.rows]
-    assert uses == [(kind, rows) for rows in ("others", "looked up") for kind in ("accumulate", "update")]
+    kinds = ("accumulate", "update") if window > 1 else ("update",)
+    assert uses == [(kind, rows) for rows in ("others", "looked up") for kind in kinds]
+    windows = WINDOWS if window > 1 else ONE_BY_ONE
     training = Training(maker)
-    training.run(plan, budget, flat())
+    training.run(plan, budget, flat(windows))
     assert training.peak <= budget
-    assert differences(plain(maker), training.result) == []
+    assert differences(plain(maker, windows), training.result) == []
 
 
 @pytest.mark.parametrize("mode", ["thread", "random"])
@@ -215,9 +171,6 @@ def test_gradients_are_clipped_by_value_when_they_are_complete(maker: str) -> No
     expected = plain(maker, clip_value=1e-3)
     assert differences(expected, training.result) == []
     assert differences(expected, plain(maker)) != []
-
-
-ONE_BY_ONE: Sequence[Sequence[Shape]] = (((5, 24),), ((5, 24),), ((2, 9),), ((5, 24),))
 
 
 @pytest.mark.parametrize("part_of_budget", [0.0, 0.3, 1.0])
@@ -281,31 +234,28 @@ def test_sums_can_be_read_and_edited_between_micro_batches_where_updates_wait() 
 
 @pytest.mark.parametrize("complete", [False, True])
 def test_a_window_begins_anew_after_an_error(complete: bool) -> None:
-    plan, budget = planned("torch", 0.3)
+    plan, _ = planned("torch", 0.3)
     training = Training("torch")
     model, optimizer = training.model, training.optimizer
-    engine = Engine(model, optimizer, plan, device := HostileDevice(budget, "lazy", check=True))
-    engine.install()
     first, second = batches([((5, 24), (5, 24))])[0]
-    with engine.iteration(last=False):
-        model(**first).loss.backward()
-    with pytest.raises(RuntimeError, match="by the user"), engine.iteration(last=False):  # noqa: PT012
-        loss = model(**second).loss
-        if complete:
-            loss.backward()
-        raise RuntimeError("by the user")
-    assert engine.added == 0
-    optimizer.zero_grad()
-    torch.manual_seed(0)
-    for batch, size, last in flat():
-        with engine.iteration(last=last):
-            loss = model(**batch).loss / size
-            loss.backward()
-            if last:
-                optimizer.step()
-        training.losses.append(loss.detach().clone())
-    engine.remove()
-    device.close()
+    with carried_out(model, optimizer, plan) as engine:
+        with engine.iteration(last=False):
+            model(**first).loss.backward()
+        with pytest.raises(RuntimeError, match="by the user"), engine.iteration(last=False):  # noqa: PT012
+            loss = model(**second).loss
+            if complete:
+                loss.backward()
+            raise RuntimeError("by the user")
+        assert engine.added == 0
+        optimizer.zero_grad()
+        torch.manual_seed(0)
+        for batch, size, last in flat():
+            with engine.iteration(last=last):
+                loss = model(**batch).loss / size
+                loss.backward()
+                if last:
+                    optimizer.step()
+            training.losses.append(loss.detach().clone())
     assert differences(plain("torch"), training.result) == []
 
 
@@ -430,22 +380,30 @@ def test_the_planner_takes_two_parts_also_where_the_next_iteration_fetches_the_t
     assert differences(plain("masters", ONE_BY_ONE), training.result) == []
 
 
-BROKEN: dict[str, Callable[[Op], Op]] = {
-    "rows that are added up as a whole": lambda op: replace(op, rows=None) if op.kind == "accumulate" else op,
-    "not after the sum of other rows": lambda op: (
-        replace(op, after=()) if op.kind == "accumulate" and op.rows == "looked up" else op
+BROKEN: dict[str, tuple[int, Callable[[Op], Op]]] = {
+    "an update of all rows at once": (1, lambda op: replace(op, rows=None) if op.kind == "update" else op),
+    "both parts alike": (1, lambda op: replace(op, rows="others") if op.rows else op),
+    "not read directly": (1, lambda op: replace(op, zero_copy=(), bytes=0) if op.kind == "forward" else op),
+    "not after the other rows": (1, lambda op: replace(op, after=()) if op.rows == "looked up" else op),
+    "a lookup that waits for nothing": (1, lambda op: replace(op, after=()) if op.zero_copy else op),
+    "rows that are added up as a whole": (3, lambda op: replace(op, rows=None) if op.kind == "accumulate" else op),
+    "not after the sum of other rows": (
+        3,
+        lambda op: replace(op, after=()) if op.kind == "accumulate" and op.rows == "looked up" else op,
     ),
-    "a sum that begins before the last update of rows": lambda op: (
-        replace(op, after=()) if op.rows == "others" and op.sends_gradients else op
+    "a sum that begins before the last update of rows": (
+        3,
+        lambda op: replace(op, after=()) if op.rows == "others" and op.sends_gradients else op,
     ),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_plan_in_two_parts_that_is_broken_is_refused(what: str) -> None:
-    plan, _ = planned("torch", 0.3)
+    window, change = BROKEN[what]
+    plan, _ = planned("torch", 0.3, window=window)
     assert check(plan, measured("torch")) == []
-    assert check(replace(plan, ops=tuple(map(BROKEN[what], plan.ops))), measured("torch"))
+    assert check(replace(plan, ops=tuple(map(change, plan.ops))), measured("torch"))
 
 
 @pytest.mark.parametrize("which", ["beginning", "accumulating"])

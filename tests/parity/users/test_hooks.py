@@ -17,12 +17,10 @@ from torch import Tensor, nn
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute import installed
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests import sampling
-from tests.support.hostile.device import HostileDevice
 from tests.support.profiles import budgets
 from tests.support.trainers import Forced, Run, differences, fit, seeded_module
 from tests.support.trainers import profiled as measured
@@ -86,11 +84,9 @@ def strategy(budget: str) -> OffmateStrategy:
 
 
 @pytest.fixture
-def _late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run copies and updates as late as possible, and check the order of every access."""
+def _late(hostile: None, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = profiled()
     measured(monkeypatch, lambda *_: profile)
-    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
 
 
 # -- what is accessed -------------------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.parity.windows.training import budgets
 from tests.support import models
-from tests.support.engines import Result, differences, make_optimizer
-from tests.support.hostile.device import HostileDevice
+from tests.support.engines import Result, carried_out, differences, make_optimizer
 
 Batch = dict[str, Any]
 Step = Callable[[nn.Module, Batch], Tensor]
@@ -145,16 +144,10 @@ def by(plan: Plan, start: nn.Module, step: Step, window: int = 1) -> Result:
     """Train by ``plan``, on an emulated device that checks every access and holds the budget."""
     model = copy.deepcopy(start)
     optimizer = make_optimizer(model, "adamw-fused")
-    device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
-    engine = Engine(model, optimizer, plan, device)
-    try:
-        engine.install()
+    with carried_out(model, optimizer, plan) as engine:
         engine.follow(optimizer)
         result = train(model, optimizer, step, window, engine, clip=plan.delayed)
         assert engine.stats.device_peak_bytes <= min(plan.budget_bytes, plan.predicted.device_peak_bytes)
-    finally:
-        engine.remove()
-        device.close()
     return result
 
 

@@ -17,8 +17,7 @@ from lt_offload.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
-from tests.support.engines import Factory, Result, differences, make_optimizer
-from tests.support.hostile.device import HostileDevice
+from tests.support.engines import Factory, Result, carried_out, differences, in_windows, make_optimizer
 
 Shape = tuple[int, int]
 """Samples and tokens."""
@@ -55,28 +54,15 @@ class Training:
         changed(model)
         optimizer = make_optimizer(model, self.optimizer)
         torch.manual_seed(7)
-        losses = []
-        for window in self.batches():
-            for batch in window:
-                loss = model(**batch).loss / len(window)
-                loss.backward()
-                losses.append(loss.detach())
-            if self.clip_norm is not None:
-                losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm))
-            if self.clip_value is not None:
-                torch.nn.utils.clip_grad_value_(model.parameters(), self.clip_value)
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = in_windows(model, optimizer, self.batches(), clip_norm=self.clip_norm, clip_value=self.clip_value)
         return Result(losses, model, optimizer)
 
     def by(self, plan: Plan) -> tuple[Result, Engine]:
         """Train by ``plan``, on an emulated device that checks every access and holds the budget."""
         model = copy.deepcopy(self.start)
         optimizer = make_optimizer(model, self.optimizer)
-        device = HostileDevice(plan.budget_bytes, mode="lazy", check=True)
-        engine = Engine(model, optimizer, plan, device)
-        try:
-            engine.install()
+        with carried_out(model, optimizer, plan) as engine:
+            device = engine.device
             engine.follow(optimizer)
             engine.clip_value = self.clip_value
             torch.manual_seed(7)
@@ -100,9 +86,6 @@ class Training:
                 assert engine.stats.device_peak_bytes <= plan.predicted.device_peak_bytes
                 ram = engine.stats.host_peak_bytes - ROUNDING * len(plan.options)
                 assert ram <= plan.predicted.host_peak_bytes <= plan.host_budget_bytes
-        finally:
-            engine.remove()
-            device.close()
         return Result(losses, model, optimizer), engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,8 +23,18 @@ def planning(budget: str) -> dict[str, Any]:
 
 def smallest(profile: Profile, budget: str, **settings: Any) -> int:
     """The memory that training takes at least under the settings of a budget, and others of the planner's."""
+    return least(profile, **planning(budget) | {"planner": "auto"} | settings)
+
+
+def least(profile: Profile, **settings: Any) -> int:
+    """The memory that training takes at least under settings of the planner."""
+    return named_by(lambda: lt_offload.solve(profile, memory=1000, **settings))
+
+
+def named_by(run: Callable[[], object]) -> int:
+    """The memory that is named by the error of a run in too little."""
     with pytest.raises(InfeasibleError) as caught:
-        lt_offload.solve(profile, memory=1000, **planning(budget) | {"planner": "auto"} | settings)
+        run()
     assert caught.value.needed_bytes is not None
     return caught.value.needed_bytes
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +142,6 @@ def test_check_looks_at_local_data_and_the_architecture(recipe: str, capsys: pyt
 def test_generate_needs_something_to_continue(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "generate needs --prompt" in fails(capsys, "generate", recipe, "--data.sample_prompt", "null")
     assert "prompt is empty" in fails(capsys, "generate", recipe, "--prompt", "")
-
-
-def test_export_refuses_what_does_not_fit(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([recipe, "--trainer.max_steps", "1", "--trainer.val_check_interval", "1"]) == 0
-    [checkpoint] = tmp_path.glob("runs/*/checkpoints/*.ckpt")
-    args = ["export", recipe, "--output", "out", "--ckpt_path", str(checkpoint)]
-    assert "does not fit" in fails(capsys, *args, "--model.lora.r", "2")
-    shutil.copytree(tmp_path / "runs", tmp_path / "out")
-    assert "is not an empty folder" in fails(capsys, *args)
 
 
 def test_a_setting_can_come_from_several_files(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,15 +131,6 @@ def test_settings_that_a_run_cannot_be_continued_with_are_not_kept(
     assert not Path("run").exists()
 
 
-def test_a_run_goes_on_with_another_learning_rate(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    constant = ["--model.schedule", "constant", "--model.warmup_steps", "0"]
-    assert main([recipe, "--trainer.default_root_dir", "run", "--trainer.max_steps", "2", *constant]) == 0
-    capsys.readouterr()
-    assert main(["run", "--resume", "--trainer.max_steps", "4", "--model.lr", "0.002"]) == 0
-    assert "model.lr=0.002 from step 2 on, with the schedule and the moments of the run" in capsys.readouterr().err
-    assert [rate for _, rate in read_run(Path("run")).curve("lr")] == pytest.approx([0.01, 0.01, 0.002, 0.002])
-
-
 class Greets(FineTune):
     """A module of a user's own, whose hook does not call that of the base."""
 
@@ -147,7 +138,7 @@ class Greets(FineTune):
         pass
 
 
-def test_so_does_a_subclass_with_a_hook_of_its_own(recipe: str, model: Path) -> None:
+def test_a_subclass_with_a_hook_of_its_own_goes_on_with_another_learning_rate(recipe: str, model: Path) -> None:
     folder, rates = str(model), []
     for lr, steps, ckpt in ((1e-2, 2, None), (2e-3, 4, "two.ckpt")):
         module = Greets(folder, lr=lr, schedule="constant", warmup_steps=0)

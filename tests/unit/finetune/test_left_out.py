@@ -132,20 +132,6 @@ def test_another_model_under_the_adapters_is_refused(folder: Path, tmp_path: Pat
     ]
 
 
-def test_peft_reads_the_adapters(folder: Path, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    run = fit(folder, tmp_path, **DORA)
-    state = read(tmp_path / "step=6.ckpt")["state_dict"]
-    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**DORA["lora"].peft()))
-    found = model.load_state_dict({key.removeprefix("model."): value for key, value in state.items()}, strict=False)
-    assert found.unexpected_keys == []
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        assert torch.equal(model.eval()(ids).logits, run.module.model.eval()(ids).logits)
-
-
 class Unfrozen(FineTune):
     """Trains a norm of the model for two steps, and freezes it again."""
 

@@ -159,27 +159,12 @@ def test_the_worst_case_is_as_large_as_batches_get(tokenizer: str, alpaca: str, 
     assert data.worst_case_batch()["input_ids"].shape == (5, width)
 
 
-def test_the_worst_case_of_padded_rows_is_that_of_the_longest_row(tokenizer: str, alpaca: str) -> None:
-    """Not of data.max_length: what is planned is what the data have."""
-    data = made(tokenizer, path=alpaca, format="alpaca", pack=False, max_length=4096, batch_size=2)
-    loaders = data.train_dataloader(), data.val_dataloader()
-    widest = max(batch["input_ids"].shape[1] for loader in loaders for batch in loader)
-    assert data.worst_case_batch()["input_ids"].shape == (2, widest)
-    assert widest < 1000
-
-
 def test_own_validation_data(tokenizer: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("held out " * 30)
     data = made(tokenizer, path=text, validation_path=str(tmp_path / "held.txt"), max_length=50)
     assert len(data.train_dataloader()) == 21
     batches = list(data.val_dataloader())
     assert data.tokenizer.decode(batches[0]["input_ids"][0]) == ("held out " * 30)[:50]
-
-
-def test_pydoc_topics(tokenizer: str) -> None:
-    data = made(tokenizer, path="pydoc_topics", max_length=256)
-    assert len(data.train_dataloader()) > 1000
-    assert len(data.val_dataloader()) > 100
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
@@ -254,14 +253,6 @@ def test_the_preview_shows_both_answers(
     assert "goes on in another sequence" not in out
     assert color or "«Green, mostly.</s>»" in out
     assert "Green" in saved.read_text()
-
-
-def test_validation_without_training(folder: str, tmp_path: Path) -> None:
-    rows = [{"prompt": "p", "chosen": "c" * n, "rejected": "r"} for n in range(1, 6)]
-    run = trainer(1)
-    run.validate(FineTune(folder, lora=LoraArgs(r=2)), datamodule=made(folder, tmp_path, *rows, validation_rows=3))
-    assert run.callback_metrics["val_loss"] == pytest.approx(-torch.tensor(0.5).log().item())
-    assert run.callback_metrics["val_rewards/margins"] == 0
 
 
 def test_validation_by_the_command_line_speaks_of_pairs(

@@ -43,14 +43,6 @@ def test_order_continues_in_the_middle(stop: int, before: int, after: int, group
     assert list(resumed) == taken(of_epoch(3, grouped=grouped)), "the next epoch is whole again"
 
 
-def test_order_at_the_end_of_an_epoch_starts_the_next_one_whole() -> None:
-    whole = ResumableLoader(order())
-    list(whole)
-    resumed = of_epoch(1)
-    resumed.load_state_dict(whole.state_dict())
-    assert taken(resumed) == taken(of_epoch(1))
-
-
 @pytest.mark.parametrize("change", [{"count": 12}, {"batch_size": 3}, {"seed": 4}, {"grouped": True}, {"tokens": 9}])
 def test_another_order_is_not_continued(change: dict[str, int]) -> None:
     now = order(settings={"tokens": 8})
@@ -95,9 +87,3 @@ def test_rows_are_held_out_at_random() -> None:
     assert validation.tolist() == sorted(validation) != list(range(90, 100))
     assert validation.tolist() == held_out(100, share=0.1, seed=1)[1].tolist()
     assert validation.tolist() != held_out(100, share=0.1, seed=2)[1].tolist()
-
-
-def test_all_can_be_held_out_but_not_more() -> None:
-    assert [len(part) for part in held_out(2, share=0.99)] == [0, 2]
-    with pytest.raises(ConfigError, match=r"data\.validation_rows=5 is more than the 2 rows there are"):
-        held_out(2, share=0.1, rows=5)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from lt_offload.finetune.data.batches import Collate
 from lt_offload.finetune.data.formats import IGNORED, Example
@@ -46,12 +45,6 @@ def test_best_fit_takes_the_fullest_bin_with_room(seed: int) -> None:
     assert best_fit(np.array(lengths), 20) == bins
 
 
-def test_the_bin_that_waits_longest_is_taken() -> None:
-    assert best_fit(np.array([3, 3, 2, 2, 1, 1], int), 5) == [[0, 2], [1, 3], [4, 5]]
-    assert best_fit(np.array([5, 4, 4, 1, 1], int), 5) == [[0], [1, 3], [2, 4]]
-    assert best_fit(np.array([], int), 5) == []
-
-
 @pytest.mark.parametrize("pack", [True, False])
 def test_every_token_is_predicted_once(pack: bool) -> None:
     """But for the first of each text, which nothing comes before; also of texts of several rows."""
@@ -75,45 +68,11 @@ def test_long_examples_of_responses_are_cut_and_counted() -> None:
     ]
 
 
-def test_only_selected_documents_are_taken() -> None:
-    documents = Documents.from_examples(examples(3, 4, 12, 2))
-    pieces, _, _ = pieces_of(documents.select(np.array([1, 2])), 5)
-    assert pieces[:, 0].tolist() == [0, 1, 1, 1]
-    assert [wrapped(documents.select(np.array([3, 0])), 5)[0][0].tolist()] == [[20, 21, 1, 2, 3]]
-
-
-def test_documents_in_a_row_begin_anew() -> None:
-    rows = rows_of(examples(3, 2, 4), 5)
-    ids, labels, positions = rows[1]
-    assert ids.tolist() == [1, 2, 3, 4, 5]
-    assert labels.tolist() == [IGNORED, 2, 3, IGNORED, 5]
-    assert positions.tolist() == [0, 1, 2, 0, 1]
-    assert ids.dtype == labels.dtype == positions.dtype == torch.int64
-    assert rows.row(1) == [[0, 0, 3], [1, 0, 2]]
-
-
-def test_wrapped_rows_are_running_text() -> None:
-    documents = Documents.from_examples(examples(3, 9, 1, 4, 2))
-    rows = wrapped(documents, 5)
-    assert [rows[row][0].tolist() for row in range(len(rows))] == [
-        [1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15], [16, 17, 18, 19],
-    ]  # fmt: skip
-    assert all(rows[row][0].equal(rows[row][1]) for row in range(len(rows)))
-    assert rows[0][2].tolist() == [0, 1, 2, 3, 4]
-
-
 def test_wrapped_rows_without_anything_to_learn_are_left_out() -> None:
     documents = Documents.from_examples(examples(4, 12, 3, prompt=9) + examples(3))
     rows = wrapped(documents, 5)
     assert [rows[row][0].tolist()[0] for row in range(len(rows))] == [11, 16, 2]
     assert len(wrapped(Documents.from_examples([]), 5)) == 0
-
-
-def test_rows_can_be_taken() -> None:
-    rows = rows_of(examples(3, 2, 4, 5, 1), 5)
-    some = rows.take(np.array([2, 0]))
-    assert [some.row(0), some.row(1)] == [rows.row(2), rows.row(0)]
-    assert some.lengths.tolist() == rows.lengths[[2, 0]].tolist()
 
 
 @pytest.mark.parametrize("positions", [True, False])

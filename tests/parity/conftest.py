@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+import pytest
+
+from lt_offload.execute import installed
+from tests.support.hostile.device import HostileDevice
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
+    monkeypatch.setattr(installed, "open_device", lambda budget, *_, **__: HostileDevice(budget, "lazy", check=True))
