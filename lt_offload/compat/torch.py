@@ -167,6 +167,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 parameters_of: Callable[[Any], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[Any], dict[str, Any]] = attrgetter("_buffers")
+submodules_of: Callable[[Any], dict[str, Any]] = attrgetter("_modules")
 """A module's own dictionaries, to be replaced: the public names are iterators, and setting goes through users' code."""
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 """The class below every batch norm, which computes with all samples of a batch, and so differently in parts of it."""

@@ -288,7 +288,8 @@ CHANGED_PARAMETERS = limit(
     "configure_optimizers, as precision='bf16-true' casts all weights after __init__, setup and configure_model",
 )
 REFROZEN = limit(
-    "weights frozen or unfrozen, parameters added to the optimizer, in a loop of one's own or in training_step",
+    "weights frozen, unfrozen or replaced, parameters added to the optimizer, in a loop of one's own or in "
+    "training_step",
     why="only another plan has the right gradients and updates",
     instead="leave the with-block of offloaded and enter it again, which plans anew; under a Trainer do it in a hook "
     "before the training step (on_train_epoch_start, on_train_batch_start), where the strategy plans anew by itself",
