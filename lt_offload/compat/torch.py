@@ -286,6 +286,19 @@ def _reduction(write: Callable[[bool, bool], None]) -> Callable[[tuple[bool, boo
 
 
 _CUDA, _MKLDNN, _CUDNN = torch.backends.cuda, torch.backends.mkldnn, torch.backends.cudnn
+_PARAMETRIZE: Any = torch.nn.utils.parametrize
+
+
+def parametrized() -> tuple[int, dict[Any, Any]]:
+    """Return how many ``parametrize.cached()`` are around, and the weights that they keep."""
+    return _PARAMETRIZE._cache_enabled, _PARAMETRIZE._cache
+
+
+def set_parametrized(contexts: int, weights: dict[Any, Any]) -> None:
+    """Let so many ``parametrize.cached()`` be around, which keep ``weights``."""
+    _PARAMETRIZE._cache_enabled, _PARAMETRIZE._cache = contexts, weights
+
+
 KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_C._get_flash_sdp_enabled, _CUDA.enable_flash_sdp),
     (_C._get_mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),

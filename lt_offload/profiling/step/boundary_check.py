@@ -45,6 +45,7 @@ from lt_offload.model.head import HeadLoss
 from lt_offload.model.objects import held_by
 from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
+from lt_offload.model.state.contexts import alone
 from lt_offload.model.state.effects import Effects, Rest, Snapshot
 from lt_offload.model.state.hooks import InnerHooks
 
@@ -253,9 +254,7 @@ class BoundaryCheck:
         after_draws = call.draws()
         call.draw_from(before_draws)
         with ExitStack() as stack:
-            if call.contexts.autocasts:  # casts of weights without a graph would be taken for those of a run with one
-                torch.clear_autocast_cache()
-                stack.callback(torch.clear_autocast_cache)
+            stack.enter_context(alone(call.contexts))
             stack.enter_context(before.restored(graph=graph))
             stack.enter_context(self._aside())
             stack.enter_context(torch.set_grad_enabled(graph))
