@@ -141,6 +141,17 @@ def test_a_weight_that_two_blocks_cast_is_refused() -> None:
     assert "cache_enabled=False" in message
 
 
+def test_a_parametrized_weight_of_two_blocks_that_is_kept_is_refused() -> None:
+    def make() -> Net:
+        net = parametrized()
+        net.layers[1].linear = net.layers[0].linear  # type: ignore[union-attr]
+        return net
+
+    message = refusal(make)
+    assert "weight layers.0.linear.parametrizations.weight.original of blocks layers.0 and layers.1" in message
+    assert "leave out cached()" in message
+
+
 @in_every_run
 def test_autocast_around_the_backward_too(options: tuple[str, ...]) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
