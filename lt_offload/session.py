@@ -89,11 +89,11 @@ def offloaded(
         The engine, for ``stats`` and ``trace()``.
 
     Raises:
-        UnsupportedError, ModelError, InfeasibleError, PlanError: before anything is trained.
+        ConfigError, UnsupportedError, ModelError, InfeasibleError, PlanError: before anything is trained.
     """
     structure, torch_device = prepare(model, optimizer, blocks=blocks, accelerator=accelerator)
     check_micro_batches(micro_batches, auto=True)
-    settings = Settings(memory=memory, accumulate=accumulate, **switches)
+    settings = Settings.named(memory, accumulate, switches)
     check_memory(settings.device.nbytes, torch_device)
     check_host_memory(settings.host.nbytes)
     with tiled(model, tile_tokens, blocks):

@@ -6,6 +6,7 @@ newest. Libraries are imported where they are used: most programs need one of th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -55,6 +56,17 @@ def set_attention(config: Any, implementation: str) -> None:
 def untie(model: Any) -> None:
     """Let files hold all weights of ``model``, also those that were others under a second name before."""
     model._tied_weights_keys = None
+
+
+def class_of_all_models() -> Any:
+    """Return the class that models of transformers are of; None as long as there can be no such model."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return None if modeling is None else modeling.PreTrainedModel
+
+
+def saves_adapters_only(model: Any) -> bool:
+    """Return whether ``save_pretrained`` of a model of transformers writes adapters, added by ``add_adapter``."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def unsplittable(module: Any) -> Any:

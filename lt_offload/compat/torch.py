@@ -167,6 +167,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 parameters_of: Callable[[Any], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[Any], dict[str, Any]] = attrgetter("_buffers")
+submodules_of: Callable[[Any], dict[str, Any]] = attrgetter("_modules")
 """A module's own dictionaries, to be replaced: the public names are iterators, and setting goes through users' code."""
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 """The class below every batch norm, which computes with all samples of a batch, and so differently in parts of it."""
@@ -285,6 +286,19 @@ def _reduction(write: Callable[[bool, bool], None]) -> Callable[[tuple[bool, boo
 
 
 _CUDA, _MKLDNN, _CUDNN = torch.backends.cuda, torch.backends.mkldnn, torch.backends.cudnn
+_PARAMETRIZE: Any = torch.nn.utils.parametrize
+
+
+def parametrized() -> tuple[int, dict[Any, Any]]:
+    """Return how many ``parametrize.cached()`` are around, and the weights that they keep."""
+    return _PARAMETRIZE._cache_enabled, _PARAMETRIZE._cache
+
+
+def set_parametrized(contexts: int, weights: dict[Any, Any]) -> None:
+    """Let so many ``parametrize.cached()`` be around, which keep ``weights``."""
+    _PARAMETRIZE._cache_enabled, _PARAMETRIZE._cache = contexts, weights
+
+
 KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_C._get_flash_sdp_enabled, _CUDA.enable_flash_sdp),
     (_C._get_mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),

@@ -179,7 +179,7 @@ class Engine(LoopCalls):
         checks_of_use = self._iteration.check_read, self._iteration.check_write
         modes = self._survey.modes if self._survey is not None else None
         self._guard = Guard(self.weights, self.residency, updates, *checks_of_use, unseen, common, modes)
-        self._fixed = InstalledSetup(self.weights, updates, self._hooks)
+        self._fixed = InstalledSetup(self.structure, self.weights, updates, self._hooks)
         window = self._window, self._forget_sums
         self._gradient_view = GradientView(self.weights, self._guard, self.residency, *window)
         self.handover = Handover(

@@ -30,9 +30,10 @@ LOSS_IN_CHUNKS = limit(
     instead="leave out chunked_loss; if it is not set, set more memory or a smaller batch",
 )
 SHARED_CAST = limit(
-    "a weight that several blocks (with micro_batches: parts) compute with under torch.autocast, which keeps its casts",
-    why="plain PyTorch would add the gradients of these blocks in the low precision",
-    instead="use torch.autocast(..., cache_enabled=False), as Trainer(precision='bf16-mixed') does",
+    "a weight that several blocks (micro_batches: parts) use under torch.autocast or parametrize.cached(), which keep "
+    "what they make of it",
+    why="plain PyTorch would add the gradients of what is kept, in its precision",
+    instead="leave out cached(), use torch.autocast(..., cache_enabled=False), as Trainer(precision='bf16-mixed') does",
 )
 MICRO_BATCHES = limit(
     "micro_batches with blocks that do not treat every sample on its own or use a weight several times, and with "
@@ -288,7 +289,8 @@ CHANGED_PARAMETERS = limit(
     "configure_optimizers, as precision='bf16-true' casts all weights after __init__, setup and configure_model",
 )
 REFROZEN = limit(
-    "weights frozen or unfrozen, parameters added to the optimizer, in a loop of one's own or in training_step",
+    "weights frozen, unfrozen or replaced, parameters added to the optimizer, in a loop of one's own or in "
+    "training_step",
     why="only another plan has the right gradients and updates",
     instead="leave the with-block of offloaded and enter it again, which plans anew; under a Trainer do it in a hook "
     "before the training step (on_train_epoch_start, on_train_batch_start), where the strategy plans anew by itself",

@@ -22,8 +22,7 @@ import math
 import os
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,8 +59,8 @@ class _Mapping:
     """Keeps the addresses from being given to others."""
     nbytes: int
     locked: bool
-    end: Callable[[], object]
-    """Stops waiting for the last tensor to die."""
+    users: weakref.ref[memoryview]
+    """What all tensors in it hold: they are no more when it is no more."""
     process: int = field(default_factory=os.getpid)
     """The process that has registered it."""
 
@@ -92,8 +91,6 @@ class HostMemory:
         self._mapped: dict[int, _Mapping] = {}
         """By address."""
         self._locked = 0
-        self._dead: deque[int] = deque()
-        """Addresses of mappings that nobody uses any more."""
         self._pageable: tuple[tuple[int, int], ...] = ()
         """Begin and end of each mapping that could not be registered, in order."""
         self._limit = sys.maxsize
@@ -193,7 +190,6 @@ class HostMemory:
         """Unregister everything and forget it; idempotent."""
         self._shared.clear()
         _unregister_all(self._mapped, self._unregister)
-        self._dead.clear()
         self._locked, self._pageable = 0, ()
 
     def _tensor(self, pages: Pages, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -233,12 +229,9 @@ class HostMemory:
         if touch and (self._node.cores or torch.get_num_threads() > 1):
             self._node.run(pages.touch)  # or registering would take the pages on this core alone
         locked = self._lock(address, pages.nbytes)
-        # Tensors hold the pages' own view of the mapping, and the account holds the mapping. The finalizer may run on
-        # any thread at any moment: it only appends to a queue.
-        end = weakref.finalize(pages.memory, self._dead.append, address)
-        # When the process ends there is nobody left to give memory back.
-        end.atexit = False
-        self._mapped[address] = _Mapping(memory=pages.memory.obj, nbytes=pages.nbytes, locked=locked, end=end.detach)
+        # Tensors hold the pages' own view of the mapping, and the account holds the mapping.
+        users = weakref.ref(pages.memory)
+        self._mapped[address] = _Mapping(memory=pages.memory.obj, nbytes=pages.nbytes, locked=locked, users=users)
         return locked
 
     def _lock(self, address: int, nbytes: int) -> bool:
@@ -255,8 +248,7 @@ class HostMemory:
     def _give_back(self) -> None:
         """Unregister the mappings that nobody uses any more and give them back to the operating system."""
         gone = False
-        while self._dead:
-            address = self._dead.popleft()
+        for address in [address for address, mapping in self._mapped.items() if mapping.users() is None]:
             mapping = self._mapped.pop(address)
             if mapping.locked:
                 self._locked -= mapping.nbytes
@@ -285,7 +277,6 @@ def _unregister_all(mapped: dict[int, _Mapping], unregister: Unregister) -> None
     """Unregister everything: tensors that are in use live on as ordinary memory."""
     while mapped:
         address, mapping = mapped.popitem()
-        mapping.end()
         _unlock(mapping, address, unregister)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, get_args
 
 from lt_offload.errors import ConfigError, UnsupportedError
@@ -74,6 +75,15 @@ class Settings:
             raise ConfigError(f"accumulate={self.accumulate!r} must be at least 1: micro-batches per update")
         if self.time_limit <= 0:
             raise ConfigError(f"solver_time_limit={self.time_limit} must be a positive number of seconds")
+
+    @classmethod
+    def named(cls, memory: Memory, accumulate: int, switches: Mapping[str, Any]) -> Settings:
+        """Return the settings with ``switches`` of an ``offloaded``; raises ``ConfigError`` if one does not exist."""
+        names = [setting.name for setting in fields(cls)]
+        for name in switches.keys() - set(names):
+            near = get_close_matches(name, names, 1) or names
+            raise ConfigError(f"{name}={switches[name]!r} is no setting of offloaded(); choose among {', '.join(near)}")
+        return cls(memory=memory, accumulate=accumulate, **switches)
 
     @classmethod
     def among(cls, options: Mapping[str, Any]) -> Settings:

@@ -466,7 +466,7 @@ class BlockRun:
         args, kwargs = self._arguments(part, inputs)
         # A backward runs outside the contexts of the first call, and on CUDA on another thread. Autocast is entered
         # anew even where it is the same: when it is left, so are its casts of weights, none of which outlives a block.
-        if not self._ambient.autocasts and (not self._ran or self._ambient == ambient()):
+        if not self._ambient.keeps and (not self._ran or self._ambient == ambient()):
             return self.body(*args, **kwargs)
         with within(self._ambient):
             return self.body(*args, **kwargs)

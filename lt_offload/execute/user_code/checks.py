@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lt_offload.compat.torch import (
     accumulated_hooks_of,
     address_of,
     parameters_of,
+    submodules_of,
     tensor_hooks_of,
     version_of,
     will_run,
@@ -92,13 +94,23 @@ class UserHooks:
 
 
 class InstalledSetup:
-    """The trainable tensors, the hooks and the optimizer's groups, as they were when the engine was installed."""
+    """What blocks consist of, trainable tensors, hooks and the optimizer's groups, as the engine was installed."""
 
-    def __init__(self, weights: Sequence[Weight], updates: Updates | None, hooks: UserHooks) -> None:
+    def __init__(
+        self, structure: Structure, weights: Sequence[Weight], updates: Updates | None, hooks: UserHooks
+    ) -> None:
         self.hooks, self._updates = hooks, updates
         self._members = set(map(id, updates.members)) if updates is not None else set()
         self._weights = [(w, w.param, w.param.requires_grad, address_of(w.param)) for w in weights]
         """With the address of what hooks of gradients are attached to: other tensors may be put into a parameter."""
+        self._parts: list[tuple[dict[str, Any], str, object, str]] = [
+            (parts, key, part, f"{block.name}.{path}.{key}".replace("..", "."))
+            for block in structure.blocks
+            for path, module in block.module.named_modules()
+            for parts in (parameters_of(module), submodules_of(module))
+            for key, part in parts.items()
+        ]
+        """Parameters and modules of blocks: where each is, and its name."""
         hooks.let_in()
 
     def check(self) -> None:
@@ -119,6 +131,11 @@ class InstalledSetup:
             if param.requires_grad is not trainable:
                 what = "frozen" if trainable else "unfrozen"
                 return f"requires_grad of {weight.label} was changed to {param.requires_grad} ({what})"
+        for parts, key, known, name in self._parts:
+            present = parts.get(key)
+            # For the time of a call nothing (parametrized), or a tensor (functional_call), may be in its place.
+            if present is not known and isinstance(present, (nn.Parameter, nn.Module)):
+                return f"{name} was replaced by another {type(present).__name__}"
         if self._updates is None:
             return None
         if optimizer is not None and optimizer is not self._updates.optimizer:

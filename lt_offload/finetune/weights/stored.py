@@ -18,6 +18,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.model.forms import check_weights, described, form_named, put_weight, weights_in
 from lt_offload.model.forms.base import as_bytes
 from lt_offload.model.forms.experts import experts_in
+from lt_offload.model.forms.fp8 import SQUARE
 from lt_offload.model.forms.layer import Stored
 
 Files = Mapping[str, Any]
@@ -139,6 +140,13 @@ def _shipped(stored: Stored, name: str, files: Files, used: set[str], missing: l
         if not experts:
             missing.append(name)
         return None
+    rows, matrices = stored.matrix[0], len(experts[0])
+    if matrices > 1 and stored.form.name == "fp8" and rows // matrices % SQUARE:
+        raise ConfigError(
+            f"{name}: its {matrices} matrices per expert have {rows // matrices} rows each in the model's files, no "
+            f"multiple of {SQUARE}, so that their scales cannot stand one above the other; give the model that it was "
+            "made of, with model.quantize=fp8"
+        )
     pieces = [torch.empty(shape, dtype=dtype) for shape, dtype in stored.layout()]
     for number, part in enumerate(experts):
         read = [torch.cat([as_numbers(files[one + end][...]) for one in part]) for end in ends]

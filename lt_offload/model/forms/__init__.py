@@ -52,8 +52,7 @@ def store_weights(model: nn.Module, form: str, *, dtype: torch.dtype | None = No
     Embeddings, the output projection, norms and biases stay as they are, and so do matrices that the form cannot take,
     and those that a model is shipped without (``modules_to_not_convert`` in its configuration).
     A layer computes with the opened numbers, in the dtype of its input. Adapters are added to the changed model, and
-    saved with ``save_pretrained`` of theirs. That of the model itself would write pieces, which transformers takes for
-    numbers: call :func:`open_weights` before.
+    saved with ``save_pretrained`` of theirs. That of the model itself is refused: call :func:`open_weights` before.
 
     ======== ======================================================================================= ================
     form     definition                                                                              bits per number

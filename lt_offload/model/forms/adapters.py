@@ -1,9 +1,9 @@
-"""Adapters of stored weights, with peft's own classes, names and files.
+"""Adapters of stored weights, with peft's own classes, names and files; and what libraries cannot do with such weights.
 
 Those of linear layers compute beside the layer. Merging, DoRA and most values of ``init_lora_weights`` read its weight,
-and would take the bytes of a stored one for numbers: they are refused. Those of experts (``target_parameters``) peft
-adds to the whole weight. Stored experts have no such tensor: rows go through the two low-rank matrices of their expert
-beside its product.
+and would take the bytes of a stored one for numbers: they are refused, and so is ``save_pretrained`` of the model
+itself. Those of experts (``target_parameters``) peft adds to the whole weight. Stored experts have no such tensor: rows
+go through the two low-rank matrices of their expert beside its product.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from lt_offload.compat.hugging_face import class_of_all_models, saves_adapters_only
 from lt_offload.compat.peft import dora, initializers, layer_adapter, parameter_adapter, use_parameter_adapter
 from lt_offload.errors import ConfigError
 from lt_offload.model.forms.experts import ADAPTERS, Factors
@@ -22,7 +23,8 @@ from lt_offload.model.forms.layer import stored_of
 
 
 def adapt_stored() -> None:
-    """Let peft make adapters of stored experts, and refuse what reads a stored weight, if it is installed."""
+    """Let peft make adapters of stored experts, and libraries refuse what reads a stored weight."""
+    _check_saving()
     plain: Any = parameter_adapter()
     if plain is None or hasattr(plain, "knows_stored"):
         return
@@ -80,12 +82,31 @@ def adapt_stored() -> None:
     use_parameter_adapter(ParamWrapper)
 
 
-def _refused(method: Callable[..., Any], why: str) -> Callable[..., Any]:
-    """Return ``method`` of an adapter; of a stored weight it raises ``ConfigError``."""
+def _check_saving() -> None:
+    """Let ``save_pretrained`` refuse models with stored weights; it goes on writing adapters alone."""
+    models = class_of_all_models()
+    if models is not None and not hasattr(models, "knows_stored"):
+        why = (
+            "save_pretrained() would write the pieces of stored weights, which transformers takes for numbers: call "
+            "lt_offload.open_weights(model) first, or save adapters alone, with the save_pretrained() of peft's model"
+        )
+        models.save_pretrained, models.knows_stored = _refused(models.save_pretrained, why, _writes_pieces), True
+
+
+def _writes_pieces(model: Any) -> bool:
+    return not saves_adapters_only(model) and any(map(stored_of, model.modules()))
+
+
+def _of_stored(adapter: Any) -> bool:
+    return bool(stored_of(adapter.get_base_layer()))
+
+
+def _refused(method: Callable[..., Any], why: str, when: Callable[[Any], bool] = _of_stored) -> Callable[..., Any]:
+    """Return ``method``, which raises ``ConfigError`` of the objects that ``when`` is true of."""
 
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if stored_of(self.get_base_layer()):
+        if when(self):
             raise ConfigError(why)
         return method(self, *args, **kwargs)
 

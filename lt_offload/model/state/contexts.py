@@ -20,6 +20,8 @@ from lt_offload.compat.torch import (
     dispatch_modes,
     fp32_precision,
     function_modes,
+    parametrized,
+    set_parametrized,
 )
 from lt_offload.errors import UnsupportedError
 
@@ -35,6 +37,8 @@ class Ambient(NamedTuple):
     caches_casts: bool
     """True if autocast casts a weight once, however often it is used: its gradients are then added up in the low
     precision, so that this is a matter of bits."""
+    parametrized: int
+    """Number of ``parametrize.cached()``: a parametrized weight is made once, however often it is used."""
     switches: tuple[Any, ...]
     """Settings that torch chooses kernels by, in the order of ``_SWITCHES``."""
     device: torch.device | None
@@ -46,6 +50,11 @@ class Ambient(NamedTuple):
     def autocasts(self) -> bool:
         """True if operations choose their own precision."""
         return self.casts[0][1] or self.casts[1][1]
+
+    @property
+    def keeps(self) -> bool:
+        """True if what is made of a weight is kept until its context ends."""
+        return self.autocasts or self.parametrized > 0
 
 
 def ambient() -> Ambient:
@@ -65,6 +74,7 @@ def ambient() -> Ambient:
     return Ambient(
         (("cpu", enabled("cpu"), dtype("cpu")), ("cuda", enabled("cuda"), dtype("cuda"))),
         torch.is_autocast_cache_enabled(),
+        parametrized()[0],
         (*[read() for read, _ in _SWITCHES],),
         device,
         (*names,),
@@ -75,8 +85,7 @@ def ambient() -> Ambient:
 def within(contexts: Ambient) -> Iterator[None]:
     """Enclose a run of a block that shall see ``contexts``, the modes of users apart.
 
-    Autocast keeps the casts of weights that it has made, until its outermost context ends. Here they end with the run:
-    they are device memory that no plan knows, and weights change.
+    What contexts keep ends with the run (:func:`alone`).
     """
     present = ambient()
     with ExitStack() as stack:
@@ -92,9 +101,27 @@ def within(contexts: Ambient) -> Iterator[None]:
         # Entered also where the first run had none: a context that is around now cannot be left from within.
         if contexts.device != present.device:
             stack.enter_context(torch.device(contexts.device or "cpu"))
-        if contexts.autocasts:
-            stack.callback(torch.clear_autocast_cache)
+        stack.enter_context(alone(contexts))
         yield
+
+
+@contextmanager
+def alone(contexts: Ambient) -> Iterator[None]:
+    """Enclose a run that finds nothing which ``contexts`` keep of another one, and leaves nothing.
+
+    Autocast keeps the casts of weights until its outermost context ends, ``parametrize.cached()`` the weights that it
+    has made. They are device memory that no plan knows, weights change, and those of a run without a graph have none.
+    """
+    before = parametrized()
+    if contexts.autocasts:
+        torch.clear_autocast_cache()
+    set_parametrized(contexts.parametrized, {})
+    try:
+        yield
+    finally:
+        set_parametrized(*before)
+        if contexts.autocasts:
+            torch.clear_autocast_cache()
 
 
 def _precision() -> str | tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lt_offload import limits
 from lt_offload.compat.torch import (
@@ -45,6 +46,7 @@ from lt_offload.model.head import HeadLoss
 from lt_offload.model.objects import held_by
 from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
+from lt_offload.model.state.contexts import alone
 from lt_offload.model.state.effects import Effects, Rest, Snapshot
 from lt_offload.model.state.hooks import InnerHooks
 from lt_offload.profiling.host_reads import Readers
@@ -151,8 +153,8 @@ class BoundaryCheck:
             raise limits.IN_PLACE_INPUT.error(f"block {self._blocks[index].name} has written to {what}")
         del constant
         self._given.append((index, versions, self._rest))
-        if self._shared and call.contexts.autocasts and call.contexts.caches_casts:
-            self._check_casts(index, out)
+        if self._shared:
+            self._check_kept(index, call, out)
         self._check_hidden(index, leaves, out)
         uses, cut = _uses(inputs, out), call.cut()
         if cut is not None:  # what every part is given is used by each; rows are put together before they are given on
@@ -264,9 +266,7 @@ class BoundaryCheck:
         after_draws = call.draws()
         call.draw_from(before_draws)
         with ExitStack() as stack:
-            if call.contexts.autocasts:  # casts of weights without a graph would be taken for those of a run with one
-                torch.clear_autocast_cache()
-                stack.callback(torch.clear_autocast_cache)
+            stack.enter_context(alone(call.contexts))
             stack.enter_context(before.restored(graph=graph))
             stack.enter_context(self._readers.paused())
             stack.enter_context(torch.set_grad_enabled(graph))
@@ -311,12 +311,14 @@ class BoundaryCheck:
             raise refused
         return out
 
-    def _check_casts(self, index: int, out: Any) -> None:
-        """Refuse a weight that this block casts and another one has: autocast would have done that once for both."""
-        # A cast is a node of this name; behind it is the leaf of the weight that was cast.
-        casts = (node for node, _ in edges(t.grad_fn for t in tensors_of(out)) if node.name() == "ToCopyBackward0")
-        for cast in casts:
-            weight = getattr(cast.next_functions[0][0], "variable", None)
+    def _check_kept(self, index: int, call: Call, out: Any) -> None:
+        """Refuse a weight of this block and another one of which something is kept: it would be made once for both."""
+        weights = _parametrized(call)
+        if call.contexts.autocasts and call.contexts.caches_casts:
+            # A cast is a node of this name; behind it is the leaf of the weight that was cast.
+            casts = (node for node, _ in edges(t.grad_fn for t in tensors_of(out)) if node.name() == "ToCopyBackward0")
+            weights += [getattr(cast.next_functions[0][0], "variable", None) for cast in casts]
+        for weight in weights:
             if weight in self._shared and self._cast.setdefault(weight, index) != index:
                 first, second = self._blocks[self._cast[weight]].name, self._blocks[index].name
                 raise limits.SHARED_CAST.error(f"weight {self._shared[weight]} of blocks {first} and {second}")
@@ -347,7 +349,8 @@ class BoundaryCheck:
             if isinstance(module, BatchNorm) and (module.training or module.running_mean is None):
                 what = f"{type(module).__name__} {name or 'itself'}"
                 raise limits.MICRO_BATCHES.error(f"block {block.name} takes statistics over a batch ({what})")
-        if call.contexts.autocasts and call.contexts.caches_casts and call.has_backward:
+        casts = call.contexts.autocasts and call.contexts.caches_casts
+        if call.has_backward and (casts or _parametrized(call)):
             raise limits.SHARED_CAST.error(
                 f"weights of block {block.name}, for several parts of a batch (micro_batches)"
             )
@@ -467,6 +470,14 @@ class BoundaryCheck:
         for block in self._blocks:
             for name, parameter in block.module.named_parameters():
                 yield f"{block.name}.{name}", parameter
+
+
+def _parametrized(call: Call) -> list[Any]:
+    """Return the weights of a block of which ``parametrize.cached()`` keeps what is made of them."""
+    lists = (
+        [m for m in call.module.modules() if isinstance(m, ParametrizationList)] if call.contexts.parametrized else []
+    )
+    return [parameter for each in lists for parameter in each.parameters()]
 
 
 def mark_reached(outputs: Iterable[tuple[Any, int]]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from lt_offload.machine.accounting import Account
@@ -67,6 +68,35 @@ def test_contexts_inside_the_step(name: str, options: tuple[str, ...]) -> None:
     assert differences(plain(make), ours(make, options)) == []
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def parametrized() -> Net:
+    net = Net(Attending, context=parametrize.cached)
+    for layer in net.layers:
+        parametrize.register_parametrization(layer.linear, "weight", Doubled())
+    return net
+
+
+@in_every_run
+def test_parametrized_weights_that_are_kept(options: tuple[str, ...]) -> None:
+    assert differences(plain(parametrized), ours(parametrized, options)) == []
+
+
+@with_every_budget
+def test_parametrized_weights_that_are_kept_are_planned_for(budget: str) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        losses = []
+        for batch in batches:
+            with parametrize.cached():
+                losses += ordinary(model, optimizer, [batch])
+        return losses
+
+    assert differences(plain(parametrized, loop), by_budget(parametrized, budget, loop)) == []
+
+
 in_autocast = partial(Net, Attending, context=CONTEXTS["autocast"])
 
 
@@ -109,6 +139,17 @@ def test_a_weight_that_two_blocks_cast_is_refused() -> None:
     message = refusal(partial(Shared, context=CONTEXTS["autocast"]))
     assert "weight layers.0.linear.weight of blocks layers.0 and layers.1" in message
     assert "cache_enabled=False" in message
+
+
+def test_a_parametrized_weight_of_two_blocks_that_is_kept_is_refused() -> None:
+    def make() -> Net:
+        net = parametrized()
+        net.layers[1].linear = net.layers[0].linear  # type: ignore[union-attr]
+        return net
+
+    message = refusal(make)
+    assert "weight layers.0.linear.parametrizations.weight.original of blocks layers.0 and layers.1" in message
+    assert "leave out cached()" in message
 
 
 @in_every_run

@@ -58,6 +58,14 @@ CHANGES: dict[str, tuple[Callable[[Any, torch.optim.Optimizer], Any], str]] = {
         lambda m, o: torch.utils.swap_tensors(m.head.bias, nn.Parameter(m.head.bias.detach() * 0.5)),
         "another tensor was swapped into weight head.bias",
     ),
+    "assigned": (
+        lambda m, o: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True),
+        "embed.weight was replaced by another Parameter",
+    ),
+    "module": (
+        lambda m, o: setattr(m.layers[1], "linear", nn.Linear(32, 32)),
+        "layers.1.linear was replaced by another Linear",
+    ),
     "shared memory": (lambda m, o: m.share_memory(), "was moved to shared memory"),
     "shape": (lambda m, o: setattr(m.head.bias, "data", torch.zeros(2)), "was given float32[2]"),
     "dtype": (lambda m, o: m.to(torch.bfloat16), "was given bfloat16"),

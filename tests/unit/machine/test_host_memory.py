@@ -3,6 +3,9 @@
 import logging
 import mmap
 import os
+from _thread import interrupt_main
+from collections import deque
+from operator import call
 from pathlib import Path
 
 import pytest
@@ -129,6 +132,15 @@ def test_memory_is_touched_where_it_should_be():
     memory.empty((LARGE_BYTES,), torch.uint8)
     assert len(touched) == 2
     memory.close()
+
+
+def test_ctrl_c_comes_through_while_tensors_die(memory, driver):
+    """Python ignores what is raised in a finalizer."""
+    held = [memory.empty((LARGE_BYTES,), torch.uint8)]
+    with pytest.raises(KeyboardInterrupt):
+        deque(map(call, [interrupt_main, held.clear]), maxlen=0)  # nothing between the two that would notice
+    assert memory.mapped_bytes == 0
+    assert not driver.ranges
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch has threads

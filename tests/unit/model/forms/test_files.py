@@ -97,6 +97,15 @@ def test_experts_are_read_as_qwen_ships_them_in_eight_bits(tmp_path: Path) -> No
     assert torch.equal(model.get_parameter(name), opened[name])
 
 
+def test_scales_of_experts_that_cannot_stand_one_above_the_other(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path, moe_intermediate_size=192)
+    as_fp8(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"gate_up_proj: its 2 matrices per expert have 192 rows each .* the model that"
+    ):
+        load.load_model(str(tmp_path), dtype="bfloat16", as_stored=True, quantize="fp8")
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
 def test_experts_are_stored_as_they_are_read(family: str, tmp_path: Path) -> None:
     model = saved(family, tmp_path)

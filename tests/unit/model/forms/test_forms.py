@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,6 +217,22 @@ def test_adapters_do_not_start_from_bytes(way: Any) -> None:
     of_loftq: Any = {"loftq_config": peft.LoftQConfig(loftq_bits=4)} if way == "loftq" else {}
     with pytest.raises(ConfigError, match=f"init_lora_weights='{way}' needs weights that are not stored: set it to"):
         peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=way, **of_loftq))
+
+
+def test_files_do_not_hold_bytes_for_numbers(tmp_path: Path) -> None:
+    model: Any = quantized.base(form="int8")
+    with pytest.raises(
+        ConfigError, match=r"save_pretrained\(\) would write the pieces .* lt_offload.open_weights\(model\) fi"
+    ):
+        model.save_pretrained(tmp_path)
+    assert not [*tmp_path.iterdir()]
+    adapted: Any = quantized.adapted(form="int8")
+    adapted.save_pretrained(tmp_path)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md", ".safetensors"]
+    opened: Any = open_weights(model)
+    opened.save_pretrained(tmp_path / "opened")
+    again = type(opened).from_pretrained(tmp_path / "opened")
+    assert all(torch.equal(p, again.get_parameter(name)) for name, p in opened.named_parameters())
 
 
 @pytest.mark.parametrize("stored", [True, False])
