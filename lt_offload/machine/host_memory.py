@@ -66,10 +66,6 @@ class _Mapping:
     """The process that has registered it."""
 
 
-def _nothing(address: int) -> int:
-    return 0
-
-
 class HostMemory:
     """Hands out host tensors. They live as long as somebody uses them, after ``close`` as ordinary memory.
 
@@ -81,7 +77,7 @@ class HostMemory:
     def __init__(
         self,
         register: Register | None = None,
-        unregister: Unregister = _nothing,
+        unregister: Unregister = lambda address: 0,
         *,
         node: MemoryNode | None = None,
     ) -> None:
