@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lt_offload.execute.blocks.run import BlockFunction, BlockRun
+from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.memory.streaming import Streaming
@@ -122,11 +122,8 @@ class DeferredForwards:
         present.runs.append(waiting)
         present.originals.append(forward)
         if waiting.needs_backward:
-            inputs = waiting.take_inputs()
-            self._watch(index, inputs)
-            waiting.totals = present.shared.note(index, inputs)
-            run = partial(backward, present)
-            out = waiting.unflatten(BlockFunction.apply(waiting, anchor, run, *inputs))  # type: ignore[no-untyped-call]
+            waiting.totals = present.shared.note(index, waiting.inputs)
+            out = waiting.in_graph(anchor, partial(backward, present), self._watch)
         else:
             out = waiting.run_frozen(save=waiting.sources is None)
         present.last_output = BlockOutput(out)

@@ -5,8 +5,8 @@ A group has a host copy and at most one device copy. These hold, whatever the pl
 1. **One copy is the newest, or both are the same.** A device copy that is newer (:attr:`LiveGroup.newer_on_device`) is
    written back or given up by name (:meth:`LiveGroup.give_up`); nobody fetches over it, drops it, or reads or updates
    the host copy meanwhile. A device copy that the host has overtaken is only dropped, or fetched again.
-2. **Whoever reads or writes the host copy comes after** :attr:`LiveGroup.host_ready`, the event of its last writer;
-   None: that is over. On the host, updates also come after the last computation and the last fetch that read it: a
+2. **Whoever reads or writes the host copy comes after** the event of its last writer (:func:`complete_on_host`); None:
+   that is over. On the host, updates also come after the last computation and the last fetch that read it: a
    gradient, which every update waits for, arrives after both; where none arrives, ``Gradients`` waits for them.
 3. **Whoever reads or writes the device copy comes after** :attr:`LiveGroup.device_ready`, the copy that fills it. A
    computation waits for it once (:func:`needed_by_compute`): the compute lane is ordered after it for good. The range
@@ -97,6 +97,7 @@ class LiveGroup:
         self._leaving: Event | None = None
         """The last copy from the device copy to the host."""
         self._host_ready: Event | None = None
+        """Event that completes the host copy; None: it is complete."""
         self._newer = False
         self._overtaken = False
         """The device copy is older than the host copy."""
@@ -121,11 +122,6 @@ class LiveGroup:
     def device_ready(self) -> Event | None:
         """Event that completes the device copy; None: the compute lane is ordered after that, or there is none."""
         return self._device_ready
-
-    @property
-    def host_ready(self) -> Event | None:
-        """Event that completes the host copy; None: it is complete."""
-        return self._host_ready
 
     @property
     def last_fetch(self) -> Event | None:

@@ -54,7 +54,9 @@ class Streaming:
         following = self._groups[(index + 1) % len(self.blocks)]
         on_host: list[LiveGroup] = []
         if not self._bring(groups, index, needed=groups):
-            self._clear()  # the ranges in use may have left gaps that are too small
+            for group in [*self._states, *{group for block in self._groups for group in block}]:
+                if group.buffer is not None:  # the ranges in use may have left gaps that are too small
+                    self._evict(group)
             if not self._bring(groups, index, needed=groups):
                 # The arena of a plan may hold less than a block, if the block's computations read the rest in host
                 # memory.
@@ -98,11 +100,6 @@ class Streaming:
                 self._transfers[missing] = Transfer(self.device, missing, label=f"stream {index}")
             self._transfers[missing].fetch()
         return True
-
-    def _clear(self) -> None:
-        for group in [*self._states, *{group for block in self._groups for group in block}]:
-            if group.buffer is not None:
-                self._evict(group)
 
     def _take(self, group: LiveGroup, index: int, needed: Sequence[LiveGroup]) -> None:
         victims: list[LiveGroup] | None = None

@@ -117,11 +117,8 @@ class HostCopies:
 
     def _changing(self) -> Iterator[tuple[torch.UntypedStorage, TrackedTensor]]:
         for storage, owned in self._guard.announced():
-            if owned.state is None or self._is_changed_by_ops(owned, storage):
+            # Other states than those that ops change are small, such as step counters.
+            hosted = owned.weight.index in self._updated_on_host
+            moving = storage.nbytes() > _SMALL if hosted else owned.state in owned.weight.states.names
+            if owned.state is None or moving:
                 yield storage, owned
-
-    def _is_changed_by_ops(self, state: TrackedTensor, storage: torch.UntypedStorage) -> bool:
-        """Return whether only ops change the host copy of ``state``; other states are small, such as step counters."""
-        if state.weight.index in self._updated_on_host:
-            return storage.nbytes() > _SMALL
-        return state.state in state.weight.states.names

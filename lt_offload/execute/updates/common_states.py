@@ -9,7 +9,6 @@ are each process's own until the next update.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +18,7 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.common import Common, map_common
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.model.objects import same
 from lt_offload.model.optimizers import Place, tensors_of
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import round_up
@@ -38,7 +38,7 @@ class CommonStates:
         if weight.index not in self._trained:
             return False
         known, now = self._own.get(weight.index), tensors_of(self._updates.state(weight))
-        return known is None or known.keys() != now.keys() or not all(map(is_, known.values(), now.values()))
+        return known is None or known.keys() != now.keys() or not same(known.values(), now.values())
 
     def pairs(self, weight: Weight) -> list[tuple[Tensor, Tensor]]:
         """Return the states of ``weight``: in common memory, and as users see them; none that were replaced."""
