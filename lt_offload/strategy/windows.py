@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -153,15 +153,6 @@ def _by_value(trainer: Any) -> bool:
     return str(getattr(algorithm, "value", algorithm)) == "value"
 
 
-@contextmanager
-def _shown(engine: Engine, *, final: bool) -> Iterator[None]:
-    """Let hooks within the context see gradients, and updates use what they have made of them."""
-    with engine.device.between():
-        engine.show()
-        yield
-        engine.hide(final=final)
-
-
 def prepare(trainer: Any, engine: Engine) -> None:
     """Let ``engine`` clamp gradients if ``trainer`` always does, and keep them if a hook looks at them afterwards."""
     engine.keeps_gradients = looks_at_gradients(trainer, ["on_before_zero_grad"]) is not None
@@ -187,9 +178,17 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         assert active is not None
         return active
 
-    def shows(*, final: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def shows(*, final: bool) -> Iterator[None]:
+        """Let hooks within the context see gradients, and updates use what they have made of them."""
         # After a step that no plan carries out, gradients are where everybody looks for them.
-        return nullcontext() if present() is None else _shown(engine(), final=final)
+        if present() is None:
+            yield
+            return
+        with engine().device.between():
+            engine().show()
+            yield
+            engine().hide(final=final)
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         # The plugin refuses to clip for a fused optimizer, whose step takes scaled gradients.

@@ -188,7 +188,7 @@ class ExactResume(_Base):
         if saves:
             path = trainer.strategy.broadcast(_folders(trainer)[0] / FILE)
             trainer.save_checkpoint(path)
-            getattr(trainer.strategy, "finish_saves", _nothing)()
+            getattr(trainer.strategy, "finish_saves", lambda: None)()
             rank_zero_info(f"{number.name}: step {trainer.global_step} is saved in {path}")
         if trainer.world_size == 1:
             self._interrupts.pass_on()
@@ -197,10 +197,6 @@ class ExactResume(_Base):
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise import_module(f"{self.namespace}.utilities.exceptions").SIGTERMException(EXIT_CODES[number])
-
-
-def _nothing() -> None:
-    pass
 
 
 def add(trainer: Any, namespace: str) -> None:
