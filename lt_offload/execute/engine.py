@@ -27,7 +27,7 @@ from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.common import Common, check_beside
 from lt_offload.execute.memory.groups import Layout, move_rest
 from lt_offload.execute.memory.residency import Residency
-from lt_offload.execute.memory.snapshots import HostSnapshot, Snapshots
+from lt_offload.execute.memory.snapshots import Snapshots
 from lt_offload.execute.memory.streaming import Streaming, room
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Program, check_match
@@ -507,15 +507,6 @@ class Engine(LoopCalls):
         self.drain()
         with self._guard.suspended:
             yield
-
-    def snapshot(self, free: int) -> HostSnapshot:
-        """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
-
-        Of several processes each has what it saves, see ``host_copies``. To be called :meth:`at_rest`. Copies that have
-        to be set aside for it take what the plan's host memory leaves. ``free``: bytes of RAM that the machine has
-        left; no more is taken.
-        """
-        return self.host_copies.snapshot(free)
 
     @property
     def added(self) -> int:

@@ -130,17 +130,13 @@ def looks_at_gradients(trainer: Any, hooks: Sequence[str] = LOOKING) -> str | No
 
 def reads_gradients(trainer: Any) -> bool:
     """Return whether all gradients, or their norm, are read before they are used."""
-    clips = _clips_by_norm(trainer) or _clips_by_hook(trainer)
+    clips = (trainer.gradient_clip_val and not _by_value(trainer)) or _clips_by_hook(trainer)
     return clips or _scales(trainer) or looks_at_gradients(trainer) is not None
 
 
 def _scales(trainer: Any) -> bool:
     """Return whether a ``GradScaler`` decides about each update, as under ``precision="16-mixed"``."""
     return getattr(trainer.precision_plugin, "scaler", None) is not None
-
-
-def _clips_by_norm(trainer: Any) -> bool:
-    return bool(trainer.gradient_clip_val) and not _by_value(trainer)
 
 
 def _clips_by_hook(trainer: Any) -> bool:

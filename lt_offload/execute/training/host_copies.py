@@ -73,7 +73,12 @@ class HostCopies:
             )
 
     def snapshot(self, free: int) -> HostSnapshot:
-        """See ``Engine.snapshot``."""
+        """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
+
+        Of several processes each has what it saves. To be called within ``Engine.at_rest``. Copies that have to be set
+        aside for it take what the plan's host memory leaves. ``free``: bytes of RAM that the machine has left; no more
+        is taken.
+        """
         assert self._program is not None
         storages = {
             storage: self._program.changes.get((owned.weight.index, owned.state is not None), self._program.size)

@@ -57,7 +57,12 @@ class CommonStates:
         """Let all processes hold the states that the owners of ``weights`` have; their updates are over."""
         machine = self._common.machine
         mine = {w.index: self._updates.state(w) for w in weights if w.owner == machine.rank}
-        told = machine.gather({index: _described(state) for index, state in mine.items()})
+        told = machine.gather(
+            {
+                index: {name: _Form(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+                for index, state in mine.items()
+            }
+        )
         by_index = {weight.index: weight for weight in weights}
         with plain_torch():
             for rank, of_one in enumerate(told):
@@ -131,10 +136,6 @@ class _Form:
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.count = tuple(tensor.shape), tensor.dtype, tensor.numel()
         self.room = round_up(tensor.nbytes, ALIGNMENT)
-
-
-def _described(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: _Form(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def _bytes(state: dict[str, Any]) -> int:
