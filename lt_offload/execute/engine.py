@@ -37,7 +37,7 @@ from lt_offload.execute.training.loop import LoopCalls
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
 from lt_offload.execute.updates.clipping import RestClipping
-from lt_offload.execute.updates.common_states import CommonUpdates
+from lt_offload.execute.updates.common_states import CommonStates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.others import SumsOfAll
@@ -241,7 +241,7 @@ class Engine(LoopCalls):
             # Updates use the sums of all processes' gradients, and each process carries out its part of them.
             rest, common = self.structure.rest, self._common
             sums = SumsOfAll(self._others, common, self.device, self.weights, rest, self.residency, self.recorder)
-            self._passes.join(sums, CommonUpdates(common, updates, self.device))
+            self._passes.join(sums, CommonStates(common, updates, self.device))
 
     def _watch_optimizer(self, updates: Updates) -> OptimizerStepHook:
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""

@@ -48,7 +48,7 @@ class Streaming:
     def forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one block's forward; nothing is where a plan wants it any more afterwards."""
         self._residency.run_releases()
-        self._residency.unsettle()
+        self._residency.settled = False
         weights, groups = self.blocks[index], self._groups[index]
         # Behind the last block the first: the next batch, or the next token, begins with it.
         following = self._groups[(index + 1) % len(self.blocks)]

@@ -30,7 +30,7 @@ from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import Streaming
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Program
-from lt_offload.execute.updates.common_states import CommonUpdates
+from lt_offload.execute.updates.common_states import CommonStates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.others import SumsOfAll
 from lt_offload.execute.user_code import checks
@@ -71,7 +71,7 @@ class Passes:
 
     of_all: SumsOfAll | None = None
     """Sums with other processes that train the same model, of what the last pass of a window leaves."""
-    common: CommonUpdates | None = None
+    common: CommonStates | None = None
     """Host copies in common with them: what users have written is exchanged, and updates are shared out."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Passes:
         """True if a backward of the present pass is still to come."""
         return self._runs.open
 
-    def join(self, of_all: SumsOfAll, common: CommonUpdates | None) -> None:
+    def join(self, of_all: SumsOfAll, common: CommonStates | None) -> None:
         """Other processes train the same model."""
         self.of_all, self.common = of_all, common
         self._walk.reduce = self._reduce
@@ -298,7 +298,7 @@ class Passes:
             self._walk.end()
             return run, tensors_of(out)
 
-        self._deferred.run_again(forward, again)
+        forward.run_again(again)
 
     def _begin_backward(self) -> None:
         self._setup.hooks.check()
@@ -413,7 +413,7 @@ class Passes:
         # Nobody awaits what it has fetched, and a copy that is still to come holds device memory in the next pass.
         self._recorder.device.drain()
         self.reset()
-        self._residency.unsettle()
+        self._residency.settled = False
 
     def close(self) -> None:
         """Drop every run and what it has saved."""

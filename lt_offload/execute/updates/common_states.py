@@ -25,10 +25,12 @@ from lt_offload.units import round_up
 
 
 class CommonStates:
-    """The states of ``common.trained``."""
+    """The states of ``common.trained``, and the updates that each process carries out of what it owns."""
 
-    def __init__(self, common: Common, updates: Updates) -> None:
-        self._common, self._updates = common, updates
+    def __init__(self, common: Common, updates: Updates, device: Device) -> None:
+        self._common, self._updates, self._device = common, updates, device
+        common.states = self
+        self._without: list[Weight] = []
         self._trained = {weight.index for weight in common.trained}
         self._own: dict[int, dict[Place, Tensor]] = {}
         """By weight: its states as users see them."""
@@ -102,15 +104,6 @@ class CommonStates:
             weight.common_states, self._own[index] = common, own
             self._common.nbytes += sum(tensor.nbytes for tensor in own.values())
 
-
-class CommonUpdates:
-    """The updates of host copies that processes have in common: each process carries out those of what it owns."""
-
-    def __init__(self, common: Common, updates: Updates, device: Device) -> None:
-        self._common, self._updates, self._device = common, updates, device
-        self._states = common.states = CommonStates(common, updates)
-        self._without: list[Weight] = []
-
     def begin_pass(self) -> None:
         """A forward with gradients begins in every process: let what users have written be everybody's."""
         self._common.publish()
@@ -122,13 +115,13 @@ class CommonUpdates:
             if self._common.theirs(weight):
                 self._updates.snapshots.changing((weight.host, *tensors_of(self._updates.state(weight)).values()))
         self._without = self._common.begin_updates(beside=beside)
-        self._states.forget(self._without)
+        self.forget(self._without)
 
     def end(self) -> None:
         """All updates are queued."""
         if self._without:
             self._device.drain()
-            self._states.move_in(self._without)
+            self.move_in(self._without)
             self._without = []
 
 
