@@ -164,14 +164,6 @@ def solved(
 
 
 @contextmanager
-def streamed(model: nn.Module, budget: int, structure: Structure, torch_device: torch.device) -> Iterator[Engine]:
-    """Run forwards without gradients within ``budget`` bytes: there is no plan, and nothing is trained."""
-    engine, undo = install(model, None, None, structure, torch_device, budget=budget)
-    with undo:
-        yield engine
-
-
-@contextmanager
 def installed(
     model: nn.Module,
     optimizer: Optimizer,

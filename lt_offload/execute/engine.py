@@ -27,7 +27,7 @@ from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.common import Common, check_beside
 from lt_offload.execute.memory.groups import Layout, move_rest
 from lt_offload.execute.memory.residency import Residency
-from lt_offload.execute.memory.snapshots import HostSnapshot, Snapshots
+from lt_offload.execute.memory.snapshots import Snapshots
 from lt_offload.execute.memory.streaming import Streaming, room
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Program, check_match
@@ -37,7 +37,7 @@ from lt_offload.execute.training.loop import LoopCalls
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
 from lt_offload.execute.updates.clipping import RestClipping
-from lt_offload.execute.updates.common_states import CommonUpdates
+from lt_offload.execute.updates.common_states import CommonStates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.others import SumsOfAll
@@ -48,12 +48,12 @@ from lt_offload.execute.user_code.checks import InstalledSetup, UserHooks
 from lt_offload.execute.user_code.gradient_view import GradientView
 from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.logits import LossInBlock
-from lt_offload.execute.user_code.place import Place
 from lt_offload.execute.user_code.scaling import scaled
-from lt_offload.execute.user_code.step_hooks import OptimizerStepHook, SavedStates
+from lt_offload.execute.user_code.step_hooks import OptimizerStepHook, follow_states
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept, without_gradients
 from lt_offload.model.location import located
+from lt_offload.model.state.handed import Handed
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
 
@@ -121,7 +121,8 @@ class Engine(LoopCalls):
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
         self._guard: Guard
-        self._place: Place
+        self._stream: object
+        """The stream that blocks are to be called on: the current one, until a step begins on another."""
         self._fixed: InstalledSetup
         self._gradient_view: GradientView
         self.host_copies: HostCopies
@@ -200,7 +201,7 @@ class Engine(LoopCalls):
         )
         if updates is not None:
             self._begin_training(updates)
-        self._place = Place(device)
+        self._stream = device.stream()
         self._elsewhere.enter_context(located(self.model, device.torch_device))
         # Last: up to here the engine itself reads and writes weights.
         self._guard.install()
@@ -236,8 +237,11 @@ class Engine(LoopCalls):
             view=self._gradient_view,
             step=step,
         )
-        if self._others is not None:
-            self._join(self._others, updates)
+        if self._others is not None and self._common is not None:
+            # Updates use the sums of all processes' gradients, and each process carries out its part of them.
+            rest, common = self.structure.rest, self._common
+            sums = SumsOfAll(self._others, common, self.device, self.weights, rest, self.residency, self.recorder)
+            self._passes.join(sums, CommonStates(common, updates, self.device))
 
     def _watch_optimizer(self, updates: Updates) -> OptimizerStepHook:
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
@@ -250,10 +254,8 @@ class Engine(LoopCalls):
         params = {weight.param for weight in self.weights}
         calls = self._begin_step_within, self._after_step
         step = OptimizerStepHook(updates, params, *calls, delayed=self._window.delayed)
-        saved = SavedStates(
-            updates, self._iteration.check_read, self._iteration.check_write, self.drain, self.invalidate
-        )
-        self._undo += [step.remove, saved.remove]
+        checks = self._iteration.check_read, self._iteration.check_write
+        self._undo += [step.remove, follow_states(updates, *checks, self.drain, self.invalidate)]
         return step
 
     def _in_common(self, staying: Collection[int]) -> Common | None:
@@ -264,13 +266,6 @@ class Engine(LoopCalls):
         if self.plan is not None and not self.plan.delayed:
             check_beside(self.plan, in_place=in_place, machines=self._others.size // self._others.machine.size)
         return Common(self._others, self.device, self.weights, self._program, staying, owned_updates=in_place)
-
-    def _join(self, others: Ranks, updates: Updates) -> None:
-        """Let updates use the sums of all processes' gradients, and each process carry out its part of them."""
-        assert self._passes and self._common
-        rest, residency = self.structure.rest, self.residency
-        sums = SumsOfAll(others, self._common, self.device, self.weights, rest, residency, self.recorder)
-        self._passes.join(sums, CommonUpdates(self._common, updates, self.device))
 
     def remove(self) -> None:
         """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""
@@ -359,7 +354,7 @@ class Engine(LoopCalls):
         self.gradients.square_sums = [] if grad_norm else None
         self._rest.begin()
         self._iteration.enclosed = True
-        self._place.begin()
+        self._stream = self.device.stream()
         self._window.begin(last=last)
         with self._guard.suspended:
             passes.forget_deferred()  # of a step that returned no loss
@@ -420,7 +415,7 @@ class Engine(LoopCalls):
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Enclose forwards without gradients, so that their memory is held against the budget."""
-        self._place.begin()
+        self._stream = self.device.stream()
         with self.device.accounting():
             yield
 
@@ -455,10 +450,19 @@ class Engine(LoopCalls):
     # -- calls of blocks ---------------------------------------------------------------------------------------------
 
     def _wrapped(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        block, device = self.structure.blocks[index], self.device
+
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if functorch_level() is not None:
-                raise limits.TRANSFORMED.error(f"block {self.structure.blocks[index].name} was called in a transform")
-            return self._place.hand_over(self.structure.blocks[index], forward, args, kwargs, partial(self._run, index))
+                raise limits.TRANSFORMED.error(f"block {block.name} was called in a transform")
+            if device.stream() is not self._stream:
+                raise limits.OTHER_STREAM.error(
+                    f"block {block.name} was called on another CUDA stream than its step began"
+                )
+            handed = Handed(args, kwargs)
+            if device.torch_device.type != "cpu":
+                handed.bring(block, device.torch_device)
+            return handed.returned(self._run(index, handed.around(forward), handed.args, handed.kwargs))
 
         return wrapper
 
@@ -503,15 +507,6 @@ class Engine(LoopCalls):
         self.drain()
         with self._guard.suspended:
             yield
-
-    def snapshot(self, free: int) -> HostSnapshot:
-        """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
-
-        Of several processes each has what it saves, see ``host_copies``. To be called :meth:`at_rest`. Copies that have
-        to be set aside for it take what the plan's host memory leaves. ``free``: bytes of RAM that the machine has
-        left; no more is taken.
-        """
-        return self.host_copies.snapshot(free)
 
     @property
     def added(self) -> int:

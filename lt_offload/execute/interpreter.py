@@ -32,7 +32,7 @@ class Interpreter:
         """By op."""
         self._calls = {op.id: partial(self._move_activations, op) for op in program.activations} | residency.moves
         """By op that is issued: what carries it out."""
-        self.reduce: Callable[[Op, Sequence[Weight]], None] = _alone
+        self.reduce: Callable[[Op, Sequence[Weight]], None] = lambda op, weights: None
         """Begins to add the sums of some weights to those of other machines, if they are complete."""
         self._residency, self._gradients = residency, gradients
         self._runs, self._recorder = runs, recorder
@@ -128,7 +128,3 @@ class Interpreter:
             run.offloader.fetch(op.id)
         else:
             self._residency.leave(op, run.offloader)
-
-
-def _alone(op: Op, weights: Sequence[Weight]) -> None:
-    """With one machine there is nothing to reduce."""

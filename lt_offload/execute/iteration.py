@@ -69,7 +69,8 @@ class Iteration:
     @property
     def halfway(self) -> bool:
         """True if some weights of this iteration may be updated and others not."""
-        return self._updating or self.state is State.SETTLING
+        updating = self.state is State.BACKWARD and self.window.which == "updating"
+        return updating or self.state is State.SETTLING
 
     def unfinished(self) -> str | None:
         """Return why a checkpoint of now would not be complete, as a clause for people; None if it would be."""
@@ -206,10 +207,6 @@ class Iteration:
                 "first one, or after optimizer.step()"
             )
         self.window.resize(size)
-
-    @property
-    def _updating(self) -> bool:
-        return self.state is State.BACKWARD and self.window.which == "updating"
 
     @property
     def _to_come(self) -> bool:

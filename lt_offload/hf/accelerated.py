@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,17 +23,10 @@ from lt_offload.execute import find_device
 from lt_offload.hf.report import read_record
 from lt_offload.hf.training import Training, unwrapped
 from lt_offload.machine.replaced import Replaced
-from lt_offload.model.batch import Size
-from lt_offload.model.blocks import find_blocks
 from lt_offload.model.compiled import around_calls
-from lt_offload.model.parts import extent
 from lt_offload.model.tiles import tiled
-from lt_offload.profiling.measure import profile
 from lt_offload.schema.plan import PlannerName
-from lt_offload.schema.profile import Profile
-from lt_offload.session import streamed
 from lt_offload.strategy.first.planning import settings_of
-from lt_offload.strategy.first.survey import early_loss
 from lt_offload.units import format_bytes
 
 Loops = list["Loop"]
@@ -234,23 +225,6 @@ class Loop(Training):
     def _folder(self) -> Path | None:
         return None if self.report_dir is None else Path(self.report_dir)
 
-    def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
-        batch = batch if self._sample_batch is None else self._sample_batch
-
-        def measured(parts: int, optimizer: Optimizer, known: Mapping[str, Any]) -> Profile:
-            return profile(
-                self.model,
-                batch,
-                optimizer=optimizer,
-                device=self.root_device,
-                structure=self._structure(),
-                micro_batches=parts,
-                loss=partial(early_loss, tokens=prod(extent(batch)), budget=self._budget, device=self.root_device),
-                **known,
-            )
-
-        return Size.of(batch), measured
-
     def _without_backward(self) -> ConfigError:
         return ConfigError(
             f"{type(self.model).__name__} was called with gradients, and no backward of a loss followed when it was to "
@@ -339,9 +313,8 @@ class Loop(Training):
 
     def _stream(self) -> None:
         if self.engine is None and self._watched is None:
-            context = streamed(self.model, self._budget, find_blocks(self.model, self.blocks), self.root_device)
             try:
-                self.engine = self._installed.enter_context(context)
+                self._install(None, self._budget)
             except OverBudget as error:
                 raise self._too_little("a call", error) from error
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError, OverBudget
-from lt_offload.execute.engine import Engine
 from lt_offload.hf import head, others, report
-from lt_offload.hf.step import trial, without_backward
+from lt_offload.hf.step import TrainingStep, aside, without_backward
 from lt_offload.hf.training import Training, unwrapped
-from lt_offload.model.batch import Size
-from lt_offload.model.blocks import find_blocks
 from lt_offload.model.tiles import tiled
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.session import streamed
 from lt_offload.strategy.checkpoint.interrupts import Interrupts
 from lt_offload.strategy.metrics import figures
 from lt_offload.strategy.replay import Before
@@ -90,9 +85,10 @@ class Run(Training):
         args = self.trainer.args
         return Path(args.output_dir) / report.FOLDER if args.should_save and args.output_dir else None
 
-    def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
-        batch = batch if self._sample_batch is None else self._sample_batch
-        return Size.of(batch), partial(trial, self.trainer, self.model, self._structure(), batch, budget=self._budget)
+    def profiled(self, *args: Any, **how: Any) -> Profile:
+        """Return the profile of a step on trial, which is the Trainer's own."""
+        with aside(self.trainer):
+            return super().profiled(*args, run=TrainingStep(self.trainer, self.model), **how)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -200,11 +196,11 @@ class Run(Training):
             window = self._leave()
         elif self._watched is not None:  # its step is over, and has trained without a plan
             self._close_engine()
-        model = self.model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        structure = find_blocks(model, self.blocks)
+        self.model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         try:
-            with self._beside(model), streamed(model, self._budget, structure, self.root_device) as self.engine:
-                device = self.engine.device
+            with self._beside(self.model):
+                self._install(None, self._budget)
+                device = self.present.device
                 device.reset_peak()
                 before = device.memory()
                 try:
@@ -212,16 +208,12 @@ class Run(Training):
                     # Kept alive where its identity tells it, which another could have.
                     self._evaluated[key] = None if named else data, int(device.peak_memory() - before)
                 finally:
-                    self.engine = None
+                    self._close_engine()
         finally:  # of one that fails, too: a callback may catch the error, and the training goes on
             if window is not None:
                 assert plan is not None
                 self._install(plan, plan.budget_bytes)
-                self._training_engine().handover.enter_window(window)
-
-    def _training_engine(self) -> Engine:
-        assert self.engine is not None
-        return self.engine
+                self.present.handover.enter_window(window)
 
     def _has_room(self, key: Any) -> bool:
         """Return whether the plan leaves the memory that such an evaluation has taken before."""

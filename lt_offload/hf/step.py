@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from math import prod
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lt_offload.compat.hugging_face import items_in_batch
 from lt_offload.errors import ConfigError
 from lt_offload.machine.replaced import Replaced
-from lt_offload.model.blocks import Structure
-from lt_offload.model.parts import extent
 from lt_offload.model.snapshot import untouched
-from lt_offload.profiling.measure import profile
-from lt_offload.schema.profile import Profile
-from lt_offload.strategy.first.survey import early_loss
 
 _ASIDE = ("model", "model_wrapped", "ref_model", "optimizer", "train_dataset", "eval_dataset", "callback_handler")
 """Attributes that a step leaves alone, or that the profiler puts back."""
@@ -104,36 +97,14 @@ class TrainingStep:
         raise without_backward(trainer)
 
 
-def trial(
-    trainer: Any,
-    model: nn.Module,
-    structure: Structure,
-    batch: Any,
-    parts: int,
-    optimizer: Optimizer,
-    known: Mapping[str, Any],
-    *,
-    budget: int,
-) -> Profile:
-    """Return the profile of a step of ``trainer`` that leaves no trace in it, nor in the global generators.
-
-    ``parts``: in which each block takes the batch. ``known``: earlier measurements of the machine.
-    """
+@contextmanager
+def aside(trainer: Any) -> Iterator[None]:
+    """Let steps of ``trainer`` leave no trace in it, nor in the global generators."""
     before = dict(vars(trainer))
     roots = {name: value for name, value in before.items() if name not in _ASIDE}
     try:
         with untouched(**roots):
-            return profile(
-                model,
-                batch,
-                optimizer=optimizer,
-                device=trainer.args.device,
-                structure=structure,
-                run=TrainingStep(trainer, model),
-                micro_batches=parts,
-                loss=partial(early_loss, tokens=prod(extent(batch)), budget=budget, device=trainer.args.device),
-                **known,
-            )
+            yield
     finally:
         # ``untouched`` puts objects back; attributes that the step added or removed are put back here.
         vars(trainer).clear()

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ class Training(Planning):
         """Show ``text`` to the user."""
         report.show(text)
 
+    def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
+        batch = batch if self._sample_batch is None else self._sample_batch
+        return Size.of(batch), partial(self.profiled, batch, structure=self._structure())
+
     def _wants_larger(self, size: Size) -> bool:
         wanted = self._sample_batch
         return wanted is not None and self.plan_path is None and size.ratio(Size.of(wanted)) > 1
@@ -70,7 +75,8 @@ class Training(Planning):
             # The engine clips complete sums of all weights. Those of some, or of a window that goes on, are where torch
             # looks for them; so are all where there is no plan, and nothing is trained by the engine.
             engine = self.engine if accelerator.sync_gradients else None
-            all_of_plan = engine is not None and engine.plan is not None and _trained(self.model) <= set(listed)
+            trained = {parameter for parameter in self.model.parameters() if parameter.requires_grad}
+            all_of_plan = engine is not None and engine.plan is not None and trained <= set(listed)
             return engine if all_of_plan else None
 
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -169,7 +175,9 @@ class Training(Planning):
         super()._begin()
 
     def _install(self, plan: Plan | None, budget: int) -> None:
-        assert plan is not None
+        if plan is None:
+            super()._install(plan, budget)
+            return
         first, structure = self._watched, self._structure()
         context = installed(self.model, self._optimizer, plan, structure, self.root_device, first)
         self.engine = self._installed.enter_context(context)
@@ -190,10 +198,6 @@ def unwrapped(optimizer: Any) -> Optimizer:
         optimizer = optimizer.optimizer
     inner: Optimizer = optimizer
     return inner
-
-
-def _trained(model: nn.Module) -> set[nn.Parameter]:
-    return {parameter for parameter in model.parameters() if parameter.requires_grad}
 
 
 def _listed(parameters: Any) -> list[Tensor]:

@@ -85,7 +85,8 @@ class Account(OperationMode):
         self._dead: deque[_Charge] = deque()
         self._lock = threading.Lock()
         self._current = 0
-        self._peak = 0
+        self.peak = 0
+        """High-water mark of ``current`` since ``reset_peak``."""
         self._serial = 0
         self._timeline: list[tuple[int, int]] | None = [] if timeline else None
         self._hide: list[Callable[[], None]] = []
@@ -97,16 +98,11 @@ class Account(OperationMode):
             self._take_off_dead()
             return self._current
 
-    @property
-    def peak(self) -> int:
-        """High-water mark of ``current`` since ``reset_peak``."""
-        return self._peak
-
     def reset_peak(self) -> None:
         """Restart the high-water mark (and the timeline) at what is in use now."""
         with self._lock:
             self._take_off_dead()
-            self._peak = self._current
+            self.peak = self._current
             if self._timeline is not None:
                 self._timeline = [(charge.serial, charge.nbytes) for charge in self._live.values()]
 
@@ -189,7 +185,7 @@ class Account(OperationMode):
         """Charge and discharge what an operation has taken beside its result until it returned."""
         with self._lock:
             self._check(nbytes, func)
-            self._peak = max(self._peak, self._current + nbytes)
+            self.peak = max(self.peak, self._current + nbytes)
             if self._timeline is not None:
                 self._timeline += [(self._serial, nbytes), (self._serial, -nbytes)]
                 self._serial += 1
@@ -217,8 +213,8 @@ class Account(OperationMode):
             self._serial += 1
             self._live[key] = charge
             self._current += nbytes
-            if self._current > self._peak:
-                self._peak = self._current
+            if self._current > self.peak:
+                self.peak = self._current
             if self._timeline is not None and nbytes:
                 self._timeline.append((charge.serial, nbytes))
 

@@ -65,10 +65,6 @@ class _Mapping:
     """The process that has registered it."""
 
 
-def _nothing(address: int) -> int:
-    return 0
-
-
 class HostMemory:
     """Hands out host tensors. They live as long as somebody uses them, after ``close`` as ordinary memory.
 
@@ -80,7 +76,7 @@ class HostMemory:
     def __init__(
         self,
         register: Register | None = None,
-        unregister: Unregister = _nothing,
+        unregister: Unregister = lambda address: 0,
         *,
         node: MemoryNode | None = None,
     ) -> None:

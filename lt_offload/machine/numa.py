@@ -51,7 +51,7 @@ def memory_node_of(device: torch.device, root: Path = SYSFS) -> MemoryNode:
         return MemoryNode(about="no GPU")
     gpu: Any = torch.cuda.get_device_properties(device)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    return memory_node_near(address, root, allowed=_allowed())
+    return memory_node_near(address, root, allowed=frozenset(os.sched_getaffinity(os.getpid())))
 
 
 def memory_node_near(address: str, root: Path, *, allowed: frozenset[int]) -> MemoryNode:
@@ -69,10 +69,6 @@ def memory_node_near(address: str, root: Path, *, allowed: frozenset[int]) -> Me
     if not cores:
         return MemoryNode(about=f"node {number} of {len(nodes)}, but this process may use none of its cores")
     return MemoryNode(cores=cores, about=f"node {number} of {len(nodes)}, {len(cores)} of {len(allowed)} cores")
-
-
-def _allowed() -> frozenset[int]:
-    return frozenset(os.sched_getaffinity(os.getpid()))
 
 
 def _cores(path: Path) -> frozenset[int]:

@@ -282,13 +282,6 @@ def _structure(model: nn.Module, modules: list[tuple[str, nn.Module, BlockKind]]
     return Structure(
         blocks=blocks,
         tensors=tuple((names[parameter], parameter) for parameter in indices),
-        rest=tuple(_rest(model, set(indices))),
+        rest=(*((name, tensor) for tensor, name in names.items() if tensor not in indices), *tables(model)),
         owner=owner,
     )
-
-
-def _rest(model: nn.Module, used: set[nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, tensor in named_tensors(model):
-        if tensor not in used:
-            yield name, tensor
-    yield from tables(model)

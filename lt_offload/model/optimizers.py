@@ -187,11 +187,8 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
                     raise _Refused("shared")
         counted = _counted(twins[0])
     states = {stand: twin.state[stand] for twin in twins for group in twin.param_groups for stand in group["params"]}
-    return [[stand.detach(), *_values(states[stand])] for _, stand in stands], counted
-
-
-def _values(state: Mapping[Any, Any]) -> list[Any]:
-    return tree_leaves([value for _, value in sorted(state.items(), key=lambda item: str(item[0]))])
+    ordered = {stand: sorted(state.items(), key=lambda item: str(item[0])) for stand, state in states.items()}
+    return [[stand.detach(), *tree_leaves([value for _, value in ordered[stand]])] for _, stand in stands], counted
 
 
 def _stepped_idly(optimizer: Optimizer, *, empty: bool = False) -> tuple[bool, list[Any]]:
@@ -255,11 +252,14 @@ def twin_of(
     forget_step_hooks(made)
     groups: dict[int, dict[str, Any]] = {}
     for index, stand in stands:
-        live = optimizer.param_groups[index]
-        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in live.items()}
-        groups.setdefault(index, copied | {"params": []})["params"].append(stand)
+        groups.setdefault(index, copied(optimizer.param_groups[index]) | {"params": []})["params"].append(stand)
     made.param_groups, made.state = list(groups.values()), state
     return made
+
+
+def copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter ``group``; of those that are tensors, copies."""
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def with_more(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Optimizer:

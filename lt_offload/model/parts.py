@@ -195,33 +195,53 @@ class Joint:
 
 
 class Outputs:
-    """Puts together what parts return, one after the other; with a ``graph`` as ``torch.cat`` of each tensor."""
+    """Puts together what parts return, one after the other; with a ``graph`` as ``torch.cat`` of each tensor.
 
-    def __init__(self, cutter: Cutter, sizes: Sequence[int], *, graph: bool = False) -> None:
+    Without a ``cutter`` there is one part: all of the batch.
+    """
+
+    def __init__(self, sizes: Sequence[int], cutter: Cutter | None, *, graph: bool = False) -> None:
         self._cutter = cutter
-        self._joint = Joint(sizes, cutter, graph=graph)
+        self._joint = None if cutter is None else Joint(sizes, cutter, graph=graph)
+        self._tensors: list[Tensor] = []
+        """The tensors of the only part."""
         self._others: list[Any] = []
         """Leaves of what the first part has returned, with ``_TENSOR`` for each tensor."""
         self._spec: TreeSpec | None = None
+        """None: it has returned one tensor."""
 
-    def put(self, part: int, out: Any) -> None:
-        """Add what one part has returned; the first part comes first."""
-        leaves, spec = tree_flatten(out)
+    def put(self, part: int, out: Any) -> list[Tensor]:
+        """Add what one part has returned, the first part first; return the tensors among it."""
+        tensors, others, spec = [out], [_TENSOR], None
+        if type(out) is not Tensor:  # mostly it is: this is done for every block of a step
+            leaves, spec = tree_flatten(out)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         del out
-        others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if self._spec is None:
+        if part == 0:
             self._others, self._spec = others, spec
+        if self._joint is None or self._cutter is None:
+            self._tensors = [tensor.detach() for tensor in tensors]
+            return tensors
         if spec != self._spec:
             raise self._cutter.other_outputs()
         for values in zip(self._others, others, strict=True):
             check_same(self._cutter, values)
-        self._joint.put(part, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._joint.put(part, tensors)
+        return tensors
 
-    def result(self) -> Any:
-        """Return what the block returns for the batch."""
-        assert self._spec is not None
-        tensors = iter(self._joint.results())
-        return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in self._others], self._spec)
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors for the batch, once."""
+        tensors, self._tensors = self._tensors, []
+        return tensors if self._joint is None else self._joint.results()
+
+    def whole(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what the block returns for the batch, with these ``tensors`` in place, once."""
+        # Without this, a container that the block has made would refer to itself: by way of tensors, graph and run.
+        (others, self._others), each = (self._others, []), iter(tensors)
+        if self._spec is None:
+            return tensors[0]
+        return tree_unflatten([next(each) if leaf is _TENSOR else leaf for leaf in others], self._spec)
 
 
 _TENSOR = object()
@@ -255,11 +275,11 @@ def in_parts(forward: Forward, cutter: Cutter) -> Forward:
         if cut is None:
             return forward(*args, **kwargs)
         del args, kwargs
-        outputs = Outputs(cutter, cut.sizes, graph=True)
+        outputs = Outputs(cut.sizes, cutter, graph=True)
         for part, mine in enumerate(cut.parts(leaves)):
             args, kwargs = tree_unflatten(mine, spec)
             outputs.put(part, forward(*args, **kwargs))
-        return outputs.result()
+        return outputs.whole(outputs.tensors())
 
     return run
 

@@ -153,7 +153,9 @@ def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[
                 alone = sample.measure(trainer, batch, parts, optimizer, known)
                 profile: Profile = trainer.strategy.one_of(alone, known=known.get("hardware"))
             except Exception as error:
-                if not _out_of_memory(error):
+                # What the host's allocator raises is a RuntimeError like any other.
+                full = isinstance(error, (torch.OutOfMemoryError, OverBudget, MemoryError))
+                if not (full or "DefaultCPUAllocator" in str(error)):
                     raise _too_early(trainer, error) from error
                 problem = str(error).partition("\n")[0]
         if problem is not None:  # outside of the handler, which keeps what the failed step has allocated
@@ -217,11 +219,6 @@ def _rows(trainer: Any, size: BatchSize) -> int:
 def _shortest(combined: Any) -> int:
     sets: list[Any] = [getattr(loader, "dataset", None) for loader in combined.flattened]
     return max(1, min((len(rows) for rows in sets if hasattr(rows, "__len__")), default=LARGEST))
-
-
-def _out_of_memory(error: Exception) -> bool:
-    # What the host's allocator raises is a RuntimeError like any other.
-    return isinstance(error, (torch.OutOfMemoryError, OverBudget, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -178,12 +178,9 @@ def tokens_in(batch: Any) -> int:
     """Return the number of tokens in ``batch``: of its ``input_ids`` or its first integer matrix; 0 if it has none."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor):
-        ids = next((t for t in tree_leaves(batch) if isinstance(t, Tensor) and _is_ids(t)), None)
+        tensors = (t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.ndim >= 2)
+        ids = next((t for t in tensors if not t.is_floating_point() and t.dtype != torch.bool), None)
     return 0 if ids is None else ids.numel()
-
-
-def _is_ids(tensor: Tensor) -> bool:
-    return tensor.ndim >= 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool
 
 
 def add(trainer: Any, namespace: str) -> None:

@@ -193,7 +193,7 @@ class OffmateStrategy(Checkpoints):
         check_memory(self.memory, self.root_device)
         check_host_memory(self.host_memory)
         if windows.fitting(trainer):
-            part = self.part_of_ram(self.host_memory)
+            part = None if self.host_memory is None else self.host_memory // self.num_processes
             self.settings = replace(windows.settings_from_trainer(self.settings, trainer), host_memory=part)
             if self.plan_path is not None:
                 each = {"processes": self.world_size, "machines": self.num_nodes}
@@ -309,8 +309,7 @@ class OffmateStrategy(Checkpoints):
 
     def _install(self, plan: Plan | None, budget: int) -> None:
         super()._install(plan, budget)
-        assert self.engine is not None
-        windows.prepare(self._trainer, self.engine)
+        windows.prepare(self._trainer, self.present)
 
     def _replan(self) -> None:
         """Correct profile and plan by the first measured iterations; called between two iterations."""
@@ -334,8 +333,7 @@ class OffmateStrategy(Checkpoints):
         self.say(headline(plan))
         window = self._leave()
         self._install(plan, plan.budget_bytes)
-        assert self.engine is not None
-        self.engine.handover.enter_window(window)
+        self.present.handover.enter_window(window)
 
     def _leave(self) -> CarriedWindow:
         # Files that are being written are read from the old engine's host copies.
@@ -441,8 +439,7 @@ class OffmateStrategy(Checkpoints):
             step.enter_context(self.engine.iteration(**self._how))
 
     def _goes_on(self) -> None:
-        assert self.engine is not None
-        self._step.enter_context(self.engine.iteration(**self._how))
+        self._step.enter_context(self.present.iteration(**self._how))
 
     # -- afterwards --------------------------------------------------------------------------------------------------
 

@@ -173,13 +173,9 @@ def steps_left(trainer: Any) -> float:
 def planning(callbacks: Sequence[Any]) -> Iterator[None]:
     """Tell ``callbacks`` that keep time, or wait for steps to end, that the run is planned within the context."""
     for callback in callbacks:
-        getattr(callback, "on_planning_start", _nothing)()
+        getattr(callback, "on_planning_start", lambda: None)()
     try:
         yield
     finally:
         for callback in callbacks:
-            getattr(callback, "on_planning_end", _nothing)()
-
-
-def _nothing() -> None:
-    pass
+            getattr(callback, "on_planning_end", lambda: None)()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -130,17 +130,13 @@ def looks_at_gradients(trainer: Any, hooks: Sequence[str] = LOOKING) -> str | No
 
 def reads_gradients(trainer: Any) -> bool:
     """Return whether all gradients, or their norm, are read before they are used."""
-    clips = _clips_by_norm(trainer) or _clips_by_hook(trainer)
+    clips = (trainer.gradient_clip_val and not _by_value(trainer)) or _clips_by_hook(trainer)
     return clips or _scales(trainer) or looks_at_gradients(trainer) is not None
 
 
 def _scales(trainer: Any) -> bool:
     """Return whether a ``GradScaler`` decides about each update, as under ``precision="16-mixed"``."""
     return getattr(trainer.precision_plugin, "scaler", None) is not None
-
-
-def _clips_by_norm(trainer: Any) -> bool:
-    return bool(trainer.gradient_clip_val) and not _by_value(trainer)
 
 
 def _clips_by_hook(trainer: Any) -> bool:
@@ -151,15 +147,6 @@ def _clips_by_hook(trainer: Any) -> bool:
 def _by_value(trainer: Any) -> bool:
     algorithm = trainer.gradient_clip_algorithm
     return str(getattr(algorithm, "value", algorithm)) == "value"
-
-
-@contextmanager
-def _shown(engine: Engine, *, final: bool) -> Iterator[None]:
-    """Let hooks within the context see gradients, and updates use what they have made of them."""
-    with engine.device.between():
-        engine.show()
-        yield
-        engine.hide(final=final)
 
 
 def prepare(trainer: Any, engine: Engine) -> None:
@@ -187,9 +174,17 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         assert active is not None
         return active
 
-    def shows(*, final: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def shows(*, final: bool) -> Iterator[None]:
+        """Let hooks within the context see gradients, and updates use what they have made of them."""
         # After a step that no plan carries out, gradients are where everybody looks for them.
-        return nullcontext() if present() is None else _shown(engine(), final=final)
+        if present() is None:
+            yield
+            return
+        with engine().device.between():
+            engine().show()
+            yield
+            engine().hide(final=final)
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         # The plugin refuses to clip for a fused optimizer, whose step takes scaled gradients.

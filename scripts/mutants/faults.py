@@ -28,7 +28,7 @@ HEAD, PARTS, SAVING = "model/head.py", "model/parts.py", "model/saving.py"
 COST, STATES = "profiling/block_cost.py", "profiling/optimizer.py"
 PACKING, LOSS, ROWS = "finetune/data/sequences.py", "finetune/optimizers.py", "finetune/data/rows.py"
 RUN, FIRST_PLAN = "hf/run.py", "strategy/first/planning.py"
-GROWING, HANDOVER = "strategy/first/growing.py", "execute/training/handover.py"
+HANDOVER = "execute/training/handover.py"
 
 VERIFY, PLANS = "unit/verify", "unit/assembly"
 ENGINE, TRAPS = "parity/engine/test_engine.py", "parity/engine/test_traps.py"
@@ -142,12 +142,14 @@ MEMORY = (
         "pass",
         "unit/execute/memory",
     ),
-    mutant("what the device has changed is lost", LIVE, "self._newer = self.buffer is not None", "pass", ENGINE),
+    mutant(
+        "what the device has changed is lost", LIVE, "self.newer_on_device = self.buffer is not None", "pass", ENGINE
+    ),
     mutant(
         "a range is given back while it is copied to the host",
         LIVE,
-        "copies = {self._device_ready: None, self._leaving: None}",
-        "copies = {self._device_ready: None}",
+        "copies = {self.device_ready: None, self._leaving: None}",
+        "copies = {self.device_ready: None}",
         ENGINE,
         "unit/execute/memory",
         LOOPS,
@@ -255,7 +257,7 @@ UPDATES = (
     ),
     mutant(
         "a learning rate that is a tensor is not copied",
-        OPTIMIZER,
+        "model/optimizers.py",
         "return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()",
         "return {k: v for k, v in group.items()",
         "unit/execute/updates",
@@ -512,7 +514,7 @@ AROUND = (
     ),
     mutant(
         "a plan for the batch that came last has no room for those before",
-        GROWING,
+        FIRST_PLAN,
         "return largest([before, profile])",
         "return profile",
         "unit/hf/test_planning.py",

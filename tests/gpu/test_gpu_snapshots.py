@@ -53,7 +53,7 @@ def test_a_snapshot_shows_what_host_copies_were(room: int, target: Target) -> No
             if index == MOMENT:
                 with engine.at_rest():
                     storages = [storage for storage, _ in engine._guard.announced()]
-                    snapshot = engine.snapshot(room)
+                    snapshot = engine.host_copies.snapshot(room)
                     held = sorted(filter(snapshot.holds, storages), key=snapshot.rank)
                     expected = {storage._cdata: storage.clone() for storage in held}
                 reader = threading.Thread(target=read, args=(snapshot, held, begin, found))

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lt_offload.execute.blocks.run import BlockFunction, BlockRun
+from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.memory.streaming import Streaming
@@ -30,7 +30,8 @@ Again = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], tup
 class DeferredForward:
     """One such forward. It lives as long as the outer graph: one whose loss is dropped leaves nothing behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Sequence[str]) -> None:
+        self._options = options
         self.runs: list[BlockRun] = []
         """The first run of each block."""
         self.originals: list[Callable[..., Any]] = []
@@ -40,10 +41,10 @@ class DeferredForward:
         self.last_output: BlockOutput | None = None
         self.shared = SharedInputs()
 
-    def run_again(self, run: Again, options: Sequence[str]) -> None:
-        """Run all blocks once more by ``run``, under ``options``."""
+    def run_again(self, run: Again) -> None:
+        """Run all blocks once more by ``run``, under the options of the plan."""
         outputs: list[Tensor] = []
-        for waiting, original, option in zip(self.runs, self.originals, options, strict=True):
+        for waiting, original, option in zip(self.runs, self.originals, self._options, strict=True):
             # A run that waits is always of the whole batch; the second one may be in slices.
             (whole,), (inputs,) = waiting.slices, waiting.take_again(outputs)
             with waiting.repeated(inputs, graph=option in RECORDED) as (args, kwargs):
@@ -94,7 +95,7 @@ class DeferredForwards:
 
     def begin(self) -> None:
         """Begin one."""
-        self._present = DeferredForward()
+        self._present = DeferredForward(self._options)
         self._known.append(weakref.ref(self._present))
 
     def awaits(self, index: int) -> bool:
@@ -122,21 +123,14 @@ class DeferredForwards:
         present.runs.append(waiting)
         present.originals.append(forward)
         if waiting.needs_backward:
-            inputs = waiting.take_inputs()
-            self._watch(index, inputs)
-            waiting.totals = present.shared.note(index, inputs)
-            run = partial(backward, present)
-            out = waiting.unflatten(BlockFunction.apply(waiting, anchor, run, *inputs))  # type: ignore[no-untyped-call]
+            waiting.totals = present.shared.note(index, waiting.inputs)
+            out = waiting.in_graph(anchor, partial(backward, present), self._watch)
         else:
             out = waiting.run_frozen(save=waiting.sources is None)
         present.last_output = BlockOutput(out)
         if index == len(self._options) - 1:
             self._present = None  # the graph holds it from here on
         return out
-
-    def run_again(self, forward: DeferredForward, run: Again) -> None:
-        """Run all blocks of one once more, each by ``run``."""
-        forward.run_again(run, self._options)
 
     def close(self) -> None:
         """Drop all of them."""

@@ -29,7 +29,7 @@ from lt_offload.execute.blocks.slices import GraphEntry, PlannedBlock, Slice, co
 from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, SavedTensors, given_back
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.model.calls import BlockNode, tensors_of
-from lt_offload.model.parts import Joint, Outputs, check_same
+from lt_offload.model.parts import Joint, Outputs
 from lt_offload.model.saving import CacheCostly, ReplayCostly, activations_of, travels
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.contexts import ambient, within
@@ -38,6 +38,10 @@ from lt_offload.schema.profile import RECORDED, OptionName
 
 TRAVELLING: tuple[OptionName, ...] = ("offload", "mixed", "reload")
 """Options with which something is copied to the host between forward and backward."""
+
+
+def _ignored(*_: object) -> None:
+    pass
 
 
 class BlockRun:
@@ -86,6 +90,9 @@ class BlockRun:
         # Cut only now: a slice's own view of an activation would keep the whole of it.
         arguments = [leaves] if self._cut is None else self._cut.parts(leaves)
         self.slices = [Slice(block, each, len(self._slots)) for each in arguments]
+        self._sizes, self._cutter = ([1], None) if self._cut is None else (self._cut.sizes, block.cutter)
+        self._outputs: Outputs
+        """What the first run has returned, but for the tensors."""
         self.sources: tuple[int, ...] | None = None
         """Per activation input, which output of the previous block it is; None if one of them is something else."""
         self.totals: list[RunningTotal | None] = []
@@ -112,21 +119,28 @@ class BlockRun:
 
     # -- the first run -----------------------------------------------------------------------------------------------
 
+    def in_graph(self, anchor: Tensor, backward: Any, watch: Callable[[int, Sequence[Tensor]], None] = _ignored) -> Any:
+        """Run the forward as a node of the outer graph, whose backward calls ``backward``; return the output.
+
+        ``watch`` is told the inputs before.
+        """
+        inputs, self.inputs = self.inputs, []
+        watch(self.index, inputs)
+        tensors = BlockFunction.apply(self, anchor, backward, *inputs)  # type: ignore[no-untyped-call]
+        return self._outputs.whole(tensors)
+
     def forward(self, anchor: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward. Return the output tensors, detached, and those among them that no gradient can reach."""
         reached: set[int] = set()
         graph = self.option in RECORDED or self.block.graphed
-
-        def run(at: int, part: Slice) -> list[Tensor]:
-            out = self._run_first(part, anchor, self._rows(at, inputs))
+        outputs = self._outputs = Outputs(self._sizes, self._cutter)
+        for at, part in enumerate(self.slices):
+            out = outputs.put(at, self._run_first(part, anchor, self._rows(at, inputs)))
             # Without a graph nothing says which outputs depend on what is trained: all numbers might.
             alive = [t.requires_grad if graph else t.is_floating_point() for t in out]
             reached.update([position for position, one in enumerate(alive) if one])
-            return out
-
-        whole = self._joined(run)
-        if self._cut is not None:
-            self._check_alike()
+            del out
+        whole = outputs.tensors()
         self._ran = True
         return whole, [tensor for position, tensor in enumerate(whole) if position not in reached]
 
@@ -136,26 +150,15 @@ class BlockRun:
         if self._cut is None:
             out = self._run_frozen(self.slices[0], inputs, save=save)
         else:
-            assert self.block.cutter is not None
-            outputs = Outputs(self.block.cutter, self._cut.sizes)
+            outputs = Outputs(self._sizes, self._cutter)
             for at, part in enumerate(self.slices):
                 outputs.put(at, self._run_frozen(part, self._rows(at, inputs), save=save))
-            out = outputs.result()
+            out = outputs.whole(outputs.tensors())
         self._ran = True
         return out
 
-    def unflatten(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the block's output structure with ``tensors`` in place."""
-        first = self.slices[0]
-        if first.out_spec is None:
-            return tensors[0]
-        leaves, first.out = first.out, []
-        for slot, tensor in zip(first.out_slots, tensors, strict=True):
-            leaves[slot] = tensor
-        return tree_unflatten(leaves, first.out_spec)
-
-    def _run_first(self, part: Slice, anchor: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run the forward of ``part`` and keep what the option says; return its output tensors."""
+    def _run_first(self, part: Slice, anchor: Tensor, inputs: Sequence[Tensor]) -> Any:
+        """Run the forward of ``part`` and keep what the option says; return its output."""
         block, option = self.block, self.option
         if option in RECORDED:
             out = self._record(part, anchor, inputs, self.offloader, steady=block.steady)
@@ -171,14 +174,7 @@ class BlockRun:
             self._save(part, inputs)
             if part.before is not None:
                 part.inner = InnerTensors(block.name, part.before, anchor)
-        if type(out) is Tensor:
-            return [out]
-        part.out, part.out_spec = tree_flatten(out)
-        part.out_slots = [slot for slot, leaf in enumerate(part.out) if isinstance(leaf, Tensor)]
-        tensors = [part.out[slot] for slot in part.out_slots]
-        for slot in part.out_slots:
-            part.out[slot] = None
-        return tensors
+        return out
 
     def _run_frozen(self, part: Slice, inputs: Sequence[Tensor], *, save: bool) -> Any:
         block = self.block
@@ -216,17 +212,6 @@ class BlockRun:
             take, mixed = self.offloader.take, self.option == "mixed"
             part.inputs = [take(x, watch=True) if mixed or travels(x) else x for x in inputs]
 
-    def _check_alike(self) -> None:
-        """Compare what is no tensor among the outputs, of which the first slice's are returned."""
-        first, *others = self.slices
-        cutter = self.block.cutter
-        for part in others:
-            assert cutter is not None
-            if part.out_spec != first.out_spec or part.out_slots != first.out_slots:
-                raise cutter.other_outputs()
-            for values in zip(first.out, part.out, strict=True):
-                check_same(cutter, values)
-
     # -- further runs ------------------------------------------------------------------------------------------------
 
     def can_recompute(self, outputs: Sequence[Tensor] | None) -> bool:
@@ -259,9 +244,12 @@ class BlockRun:
             part.release()
         if self.offloader is not None:
             self.offloader.close()
-        return self._joined(lambda at, part: self._recompute(part, anchor, inputs[at], save))
+        again = Outputs(self._sizes, self._cutter)
+        for at, part in enumerate(self.slices):
+            again.put(at, self._recompute(part, anchor, inputs[at], save))
+        return again.tensors()
 
-    def _recompute(self, part: Slice, anchor: Tensor, inputs: list[Tensor], save: Save) -> list[Tensor]:
+    def _recompute(self, part: Slice, anchor: Tensor, inputs: list[Tensor], save: Save) -> Any:
         part.versions = [version(x) for x in inputs]
         graph = save == "all"
         with self.as_first(part, graph=graph):
@@ -274,7 +262,7 @@ class BlockRun:
             part.check_inner()
         if save == "input" or self._first_input:
             part.inputs = [*inputs]
-        return tensors_of(out)
+        return out
 
     @contextmanager
     def repeated(self, inputs: Sequence[Tensor], *, graph: bool) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -484,22 +472,9 @@ class BlockRun:
             return list(inputs)
         return [cut.of(part, x) if slot in cut.rows else x for slot, x in zip(self._slots, inputs, strict=True)]
 
-    def _joined(self, run: Callable[[int, Slice], list[Tensor]]) -> list[Tensor]:
-        """Return what ``run`` returns for each slice, put together and detached."""
-        if self._cut is None:
-            return [tensor.detach() for tensor in run(0, self.slices[0])]
-        joint = Joint(self._cut.sizes, self.block.cutter)
-        for at, part in enumerate(self.slices):
-            joint.put(at, run(at, part))
-        return joint.results()
-
 
 def _sum(before: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return gradient if before is None else before if gradient is None else before + gradient
-
-
-def _ignored(_output: int) -> None:
-    pass
 
 
 class BlockFunction(BlockNode):

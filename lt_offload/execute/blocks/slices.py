@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from lt_offload import limits
-from lt_offload.compat.torch import TreeSpec, backward_class_of
+from lt_offload.compat.torch import backward_class_of
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.inner_tensors import InnerTensors
 from lt_offload.execute.blocks.repeats import Repeats
@@ -94,12 +94,6 @@ class Slice:
         """Beginnings of the private graph, by input."""
         self.in_backward = False
         self.input_grads: list[Tensor | None] = [None] * inputs
-        self.out: list[Any] = []
-        """The output of the first run, leaf by leaf, with None for tensors."""
-        self.out_slots: list[int] = []
-        """Positions of the tensors among these."""
-        self.out_spec: TreeSpec | None = None
-        """None: the output is one tensor."""
 
     def take_saved(self) -> list[Tensor] | None:
         """Return the saved input, which is no longer saved then."""

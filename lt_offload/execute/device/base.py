@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lt_offload.compat.torch import foreach_copy_
+from lt_offload.errors import OverBudget
 from lt_offload.execute.device.lanes import Lane, Lanes, Span, Task, TaskRunner, plain_torch
 from lt_offload.machine.host_memory import HostMemory
 from lt_offload.machine.pages import Pages
 from lt_offload.model.state.generators import global_states, set_global_states
+from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from lt_offload.execute.device.arena import Arena
@@ -134,9 +136,25 @@ class Device(ABC):
 
     # -- arena -------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def reserve(self, nbytes: int) -> None:
         """Make the arena ``nbytes`` large; nothing may be allocated in it. Raises ``OverBudget``."""
+        self._finish_copies()
+        assert self._arena.used == 0, "the arena is in use"
+        if nbytes > self.room:
+            context = self.budget - self.room
+            beside = f" and the CUDA context of {format_bytes(context)} exceed" if context else " exceeds"
+            budget = f"{format_bytes(self.budget)} ({self.budget} bytes)"
+            raise OverBudget(f"an arena of {format_bytes(nbytes)} ({nbytes} bytes){beside} the budget of {budget}")
+        del self._arena  # the old slab must be gone before there is room for the new one
+        try:
+            self._arena = self._new_arena(nbytes)
+        except (OverBudget, torch.OutOfMemoryError):
+            self._arena = self._new_arena(0)
+            raise
+
+    @abstractmethod
+    def _new_arena(self, nbytes: int) -> Arena:
+        """Return an arena of so many bytes."""
 
     def place(self, offset: int, nbytes: int, label: str = "") -> Buffer:
         """Take the range of the arena at ``offset``; raises ``OverBudget`` if any of it is in use.
@@ -205,9 +223,13 @@ class Device(ABC):
     def synchronize(self, *events: Event) -> None:
         """Block the calling thread until ``events`` are done."""
 
-    @abstractmethod
     def drain(self) -> None:
         """Block until every lane is idle; raises the first error of a task."""
+        self._finish_copies()
+        self._lanes.check()
+
+    def _finish_copies(self) -> None:
+        self._lanes.finish(self._lanes.pending())
 
     # -- memory outside the arena ------------------------------------------------------------------------------------
 

@@ -126,7 +126,8 @@ class CudaDevice(Device):
         """The one of these that the compute lane was on last."""
         self._runner = CudaTaskRunner(cuda, self._copy_streams)
         node = memory_node_of(cuda.device)
-        threads = host_threads or _spare_threads(len(node.cores))
+        cores = len(node.cores) or len(os.sched_getaffinity(0))
+        threads = host_threads or max(1, min(torch.get_num_threads(), cores - 2))
         self._lanes = Lanes(self._runner, threads={"host": threads}, prepare=lambda lane: node.bind())
         self._host = HostMemory(cuda.register, cuda.unregister, node=node)
         self._staging_memory = self._host.locked(STAGING_BYTES)  # first: later there may be nothing left to lock
@@ -148,27 +149,16 @@ class CudaDevice(Device):
 
     @override
     def reserve(self, nbytes: int) -> None:
-        self._finish_copies()
-        assert self._arena.used == 0, "the arena is in use"
-        del self._arena  # the old slab must be gone before there is room for the new one
         self._context.follow(self._host.locked_bytes)  # page tables of what was registered since the beginning
         # What a former run has left (a notebook's cell that failed) may be in reference cycles: nobody uses it, but it
         # would be missing here, or in the middle of the first iteration.
         gc.collect()
         try:
-            if nbytes + self._context.nbytes > self.budget:
-                raise OverBudget(
-                    f"an arena of {format_bytes(nbytes)} ({nbytes} bytes) and the CUDA context of "
-                    f"{format_bytes(self._context.nbytes)} exceed the budget of {format_bytes(self.budget)} "
-                    f"({self.budget} bytes)"
-                )
-            self._arena = self._new_arena(nbytes)
-        except (OverBudget, torch.OutOfMemoryError) as error:
-            self._arena = self._new_arena(0)
-            if isinstance(error, OverBudget):
-                raise
+            super().reserve(nbytes)
+        except torch.OutOfMemoryError as error:
             raise OverBudget(f"an arena of {format_bytes(nbytes)} ({nbytes} bytes) does not fit: {error}") from error
 
+    @override
     def _new_arena(self, nbytes: int) -> Arena:
         with plain_torch():
             slab = self._cuda.empty(nbytes)
@@ -209,7 +199,7 @@ class CudaDevice(Device):
     def mark(self, *, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> Event:
         # An event records the stream as it is now. What is launched later is not waited for, so that whoever takes a
         # mark too early reads what is about to be written.
-        mark = _ended("compute")
+        mark = CudaTask.past("compute", "compute")
         self._compute_stream().complete(mark)
         return mark
 
@@ -223,7 +213,7 @@ class CudaDevice(Device):
             # weights, may be on another one than the forward.
             last, self._compute = self._compute, stream
             if last is not None:
-                end = _ended("compute")
+                end = CudaTask.past("compute", "compute")
                 last.complete(end)
                 stream.follow(end)
         return stream
@@ -261,8 +251,9 @@ class CudaDevice(Device):
         self._compute_stream().cuda_stream.synchronize()  # kernels may be reading host memory
         self._lanes.check()
 
+    @override
     def _finish_copies(self) -> None:
-        self._lanes.finish(self._lanes.pending())
+        super()._finish_copies()
         for stream in self._copy_streams.values():
             stream.cuda_stream.synchronize()
         self._runner.reap()
@@ -358,22 +349,6 @@ class CudaDevice(Device):
         self._arena = self._new_arena(0)
         self._cuda.cap(None)
         self._lanes.check()
-
-
-def _spare_threads(cores: int) -> int:
-    """Return how many threads are left for updates; ``cores``: those near the device, 0 if that says nothing."""
-    return max(1, min(torch.get_num_threads(), (cores or len(os.sched_getaffinity(0))) - 2))
-
-
-def _ended(lane: str) -> CudaTask:
-    """Return a task without work, behind which an event can be recorded."""
-    task = CudaTask(lane, _nothing, label=lane)
-    task.finish(None)
-    return task
-
-
-def _nothing() -> None:
-    pass
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -22,7 +22,6 @@ from lt_offload.execute.device.lanes import Lanes, Task, TaskRunner, plain_torch
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.heap import keep_freed_memory
 from lt_offload.machine.host_memory import HostMemory
-from lt_offload.units import format_bytes
 
 
 class DeviceAccount(Account):
@@ -43,12 +42,9 @@ class DeviceAccount(Account):
         """True if all that operations make is device memory, else only what they make from device memory."""
 
     def _meet(self, storage: torch.UntypedStorage, func: Any, operands: list[torch.Tensor]) -> None:
-        if self.everything or any(self._holds(tensor) for tensor in operands):
+        charges = (self._charge_of(tensor.untyped_storage()) for tensor in operands)
+        if self.everything or any(charge is not None and charge.nbytes > 0 for charge in charges):
             super()._meet(storage, func, operands)
-
-    def _holds(self, tensor: torch.Tensor) -> bool:
-        charge = self._charge_of(tensor.untyped_storage())
-        return charge is not None and charge.nbytes > 0
 
     def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:
         try:
@@ -89,21 +85,6 @@ class EmulatedDevice(Device):
     # -- arena -------------------------------------------------------------------------------------------------------
 
     @override
-    def reserve(self, nbytes: int) -> None:
-        self._lanes.finish(self._lanes.pending())
-        assert self._arena.used == 0, "the arena is in use"
-        if nbytes > self.budget:
-            raise OverBudget(
-                f"an arena of {format_bytes(nbytes)} ({nbytes} bytes) exceeds the budget of "
-                f"{format_bytes(self.budget)} ({self.budget} bytes)"
-            )
-        del self._arena  # the old slab must be gone before the new one is charged
-        try:
-            self._arena = self._new_arena(nbytes)
-        except OverBudget:
-            self._arena = self._new_arena(0)
-            raise
-
     def _new_arena(self, nbytes: int) -> Arena:
         with plain_torch():
             slab = torch.empty(nbytes, dtype=torch.uint8)
@@ -138,11 +119,6 @@ class EmulatedDevice(Device):
     def synchronize(self, *events: Event) -> None:
         self._lanes.finish(events)
         self._lanes.check(events)
-
-    @override
-    def drain(self) -> None:
-        self._lanes.finish(self._lanes.pending())
-        self._lanes.check()
 
     # -- memory outside the arena ------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -86,9 +86,9 @@ class Task:
         self.error: BaseException | None = None
 
     @classmethod
-    def past(cls, lane: str, label: str) -> Task:
+    def past(cls, lane: str, label: str) -> Self:
         """Return a task that has run already."""
-        task = cls(lane, _nothing, label=label)
+        task = cls(lane, lambda: None, label=label)
         task.finish(None)
         return task
 
@@ -131,10 +131,6 @@ class Task:
             # Asked again: had it finished in between, nobody would open the gate.
             if not self.finished:
                 gate.acquire()
-
-
-def _nothing() -> None:
-    pass
 
 
 def plain_torch() -> AbstractContextManager[Any]:

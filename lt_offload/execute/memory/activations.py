@@ -229,7 +229,8 @@ class ActivationOffloader:
         """Host memory of all storages, side by side."""
         self._places: list[Tensor] = []
         """The host memory of each storage."""
-        self._nbytes = 0
+        self.nbytes = 0
+        """Bytes that have left."""
         self._left: Event | None = None
         """The copies to the host."""
         self._fetched: Event | None = None
@@ -240,11 +241,6 @@ class ActivationOffloader:
         """The device memory of all storages, for the happens-before checker."""
         self._leaving: tuple[Cell, list[Tensor]] | None = None
         """The device memory that is being copied to the host, until it is released: a plan may fetch before that."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that have left."""
-        return self._nbytes
 
     @property
     def at_home(self) -> bool:
@@ -299,7 +295,7 @@ class ActivationOffloader:
             writes=[self._host],
             label=f"offload activation {self.label}",
             op=op,
-            nbytes=self._nbytes,
+            nbytes=self.nbytes,
         )
         self._host.used = self._left
         return self._left
@@ -326,7 +322,7 @@ class ActivationOffloader:
         if self.everything:
             self._op = op
         else:
-            self._bring(op, self._storages, self._places, self._nbytes)
+            self._bring(op, self._storages, self._places, self.nbytes)
 
     def _bring(self, op: int, storages: Sequence[MovedStorage], places: list[Tensor], nbytes: int) -> None:
         assert self._left is not None and self._host is not None
@@ -375,7 +371,7 @@ class ActivationOffloader:
     def _take_host_memory(self) -> None:
         """Take host memory for all storages, side by side."""
         sizes = [storage.nbytes for storage in self._storages]
-        self._nbytes = sum(sizes)
+        self.nbytes = sum(sizes)
         self._host = self.pool.take(sum([-(-nbytes // _HOST_ALIGNMENT) for nbytes in sizes]) * _HOST_ALIGNMENT, self)
         with _no_modes():
             self._places = self._host.places([storage.form for storage in self._storages])

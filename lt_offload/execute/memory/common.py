@@ -191,15 +191,15 @@ class Common:
         """Weights whose gradients users have written since those of all were added up."""
         self._round = 0
         self._ops = program.size if program is not None else 0
-        self._done: Any = self._counters(2 * self._ops + len(weights)) if trains else None
+        self._done: Any = None
         """By process and op: the round of updates in which the process has last carried out its part; of what machines
         add up, the window. Behind that, by op, the round for which its gradients have arrived, and then, by weight,
         that in which it has last had one."""
-
-    def _counters(self, ops: int) -> Any:
-        (pages,) = map_common(self.machine, [8 * self.machine.size * ops], by=0, name="counters")
-        # NumPy's stores of aligned numbers of 8 bytes are one access each.
-        return pages.common.view(torch.int64, self.machine.size * ops, 0).numpy().reshape(self.machine.size, ops)
+        if trains:
+            size, columns = self.machine.size, 2 * self._ops + len(weights)
+            (pages,) = map_common(self.machine, [8 * size * columns], by=0, name="counters")
+            # NumPy's stores of aligned numbers of 8 bytes are one access each.
+            self._done = pages.common.view(torch.int64, size * columns, 0).numpy().reshape(size, columns)
 
     # -- moving in ---------------------------------------------------------------------------------------------------
 
@@ -353,9 +353,13 @@ class Common:
         """Return whether another process updates ``weight``."""
         return weight.owner is not None and weight.owner != self.machine.rank
 
-    def done(self, op: int) -> Callable[[], None]:
-        """Return what tells the others that this process's part of ``op`` is done: they read what has been updated."""
-        return partial(operator.setitem, self._done, (self.machine.rank, op), self._round)
+    def done(self, op: int, number: int | None = None) -> Callable[[], None]:
+        """Return what tells the others that this process's part of ``op`` is done, for the time ``number``.
+
+        None: in this round of updates; they read what has been updated.
+        """
+        number = self._round if number is None else number
+        return partial(operator.setitem, self._done, (self.machine.rank, op), number)
 
     def gave(self, op: int, weights: Sequence[Weight]) -> list[Callable[[], None]]:
         """Return what tells the others that the gradients for ``op``, an update, are there, some for ``weights``."""
@@ -384,10 +388,6 @@ class Common:
                     self._device.host_mapped(pages.common)
             memory.append([pages.common.bytes()[: pages.nbytes] for pages in parts])
         return memory
-
-    def contribute(self, op: int, number: int) -> None:
-        """Tell the others of this machine that this process has what it adds to ``op``, in the window ``number``."""
-        self._done[self.machine.rank, op] = number
 
     def wait_for(self, ranks: Iterable[int], op: int, number: int) -> None:
         """Wait until processes of this machine have carried out their part of ``op`` for the time ``number``.

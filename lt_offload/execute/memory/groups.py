@@ -112,9 +112,10 @@ def _house(groups: Sequence[LiveGroup], device: Device) -> None:
         first.rehost(device.host_adopt(first.host))
         groups[0].host = groups[0].span = first.host.view(-1).view(torch.uint8)
         return
+    owners = [(member, member if isinstance(member, Weight) else member.weight) for member in members]
     parts = [
-        ((m.room,), torch.uint8) if isinstance(m, States) else _like(m if isinstance(m, Weight) else m.weight)
-        for m in members
+        ((member.room,), torch.uint8) if isinstance(member, States) else (tuple(weight.host.shape), weight.host.dtype)
+        for member, weight in owners
     ]
     span, tensors = device.host_group(parts)
     for member, tensor in zip(members, tensors, strict=True):
@@ -129,10 +130,6 @@ def _house(groups: Sequence[LiveGroup], device: Device) -> None:
     for group in groups:
         group.host, group.span = span[at : at + group.nbytes], span
         at += group.room
-
-
-def _like(weight: Weight) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(weight.host.shape), weight.host.dtype
 
 
 def move_rest(model: nn.Module, structure: Structure, device: torch.device) -> None:

@@ -38,7 +38,7 @@ class HostTask:
         groups = list(dict.fromkeys(self.groups))
         event = device.submit(
             self.lane,
-            partial(_one_by_one, tuple(self.work)),
+            partial(one_by_one, tuple(self.work)),
             after=distinct([*self.after, *complete_on_host(groups)]),
             reads=list(dict.fromkeys(self.reads)),
             writes=[*[group.host_cell for group in groups], *dict.fromkeys(self.writes)],
@@ -54,6 +54,7 @@ class HostTask:
         return event
 
 
-def _one_by_one(work: Sequence[Callable[[], object]]) -> None:
+def one_by_one(work: Sequence[Callable[[], object]]) -> None:
+    """Do the parts of some work."""
     for part in work:
         part()

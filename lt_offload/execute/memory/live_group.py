@@ -5,8 +5,8 @@ A group has a host copy and at most one device copy. These hold, whatever the pl
 1. **One copy is the newest, or both are the same.** A device copy that is newer (:attr:`LiveGroup.newer_on_device`) is
    written back or given up by name (:meth:`LiveGroup.give_up`); nobody fetches over it, drops it, or reads or updates
    the host copy meanwhile. A device copy that the host has overtaken is only dropped, or fetched again.
-2. **Whoever reads or writes the host copy comes after** :attr:`LiveGroup.host_ready`, the event of its last writer;
-   None: that is over. On the host, updates also come after the last computation and the last fetch that read it: a
+2. **Whoever reads or writes the host copy comes after** the event of its last writer (:func:`complete_on_host`); None:
+   that is over. On the host, updates also come after the last computation and the last fetch that read it: a
    gradient, which every update waits for, arrives after both; where none arrives, ``Gradients`` waits for them.
 3. **Whoever reads or writes the device copy comes after** :attr:`LiveGroup.device_ready`, the copy that fills it. A
    computation waits for it once (:func:`needed_by_compute`): the compute lane is ordered after it for good. The range
@@ -54,12 +54,12 @@ class LiveGroup:
     """
 
     __slots__ = (
-        "_device_ready",
+        "device_ready",
         "_host_ready",
         "_common",
-        "_last_fetch",
+        "last_fetch",
         "_leaving",
-        "_newer",
+        "newer_on_device",
         "_overtaken",
         "_own",
         "buffer",
@@ -92,12 +92,16 @@ class LiveGroup:
         """The snapshots of which the host copy may be a part."""
         self.buffer: Buffer | None = None
         """The device copy."""
-        self._device_ready: Event | None = None
-        self._last_fetch: Event | None = None
+        self.device_ready: Event | None = None
+        """Event that completes the device copy; None: the compute lane is ordered after that, or there is none."""
+        self.last_fetch: Event | None = None
+        """The last copy from the host copy to the device."""
         self._leaving: Event | None = None
         """The last copy from the device copy to the host."""
         self._host_ready: Event | None = None
-        self._newer = False
+        """Event that completes the host copy; None: it is complete."""
+        self.newer_on_device = False
+        """The device copy is newer than the host copy."""
         self._overtaken = False
         """The device copy is older than the host copy."""
         start = 0
@@ -113,29 +117,9 @@ class LiveGroup:
     # -- what is where -----------------------------------------------------------------------------------------------
 
     @property
-    def newer_on_device(self) -> bool:
-        """True if the device copy is newer than the host copy."""
-        return self._newer
-
-    @property
-    def device_ready(self) -> Event | None:
-        """Event that completes the device copy; None: the compute lane is ordered after that, or there is none."""
-        return self._device_ready
-
-    @property
-    def host_ready(self) -> Event | None:
-        """Event that completes the host copy; None: it is complete."""
-        return self._host_ready
-
-    @property
-    def last_fetch(self) -> Event | None:
-        """The last copy from the host copy to the device."""
-        return self._last_fetch
-
-    @property
     def complete_on_host(self) -> bool:
         """True if the host copy has the newest values by now."""
-        return not self._newer and self._host_ready is None
+        return not self.newer_on_device and self._host_ready is None
 
     @property
     def filled(self) -> bool:
@@ -169,25 +153,25 @@ class LiveGroup:
 
     def fetched_by(self, event: Event) -> None:
         """A copy to the device has been queued: both copies are the same after ``event``."""
-        assert not self._newer, f"{self.label} would be overwritten by an older copy"
-        self._device_ready = self._last_fetch = event
+        assert not self.newer_on_device, f"{self.label} would be overwritten by an older copy"
+        self.device_ready = self.last_fetch = event
         self._overtaken = False
 
     def changed_on_device(self) -> None:
         """The compute lane has changed the device copy, if there is one: it is newer now."""
         # Otherwise two copies would each have a change that the other lacks.
         assert not self._overtaken, f"{self.label} was changed on the device, where it is out of date"
-        self._newer = self.buffer is not None
+        self.newer_on_device = self.buffer is not None
 
     def written_back_by(self, event: Event) -> None:
         """A copy to the host has been queued: both copies are the same after ``event``."""
         self._host_ready = self._leaving = event
-        self._newer = False
+        self.newer_on_device = False
 
     def updated_on_host_by(self, event: Event) -> None:
         """A task that changes the host copy has been queued: that is newer after ``event``."""
         # The same from the host's side.
-        assert not self._newer, f"{self.label} was changed on the host, where it is out of date"
+        assert not self.newer_on_device, f"{self.label} was changed on the host, where it is out of date"
         self._host_ready = event
         self._overtaken = self.buffer is not None
 
@@ -197,21 +181,21 @@ class LiveGroup:
 
     def empty(self) -> None:
         """Nothing in it counts any more, wherever it is: sums that have been used."""
-        self._newer = False
+        self.newer_on_device = False
 
     def detach(self) -> None:
         """Drop the device copy, which is no newer, and give its range back; its next writer waits for the copies."""
-        assert not self._newer, f"{self.label} would be lost"
+        assert not self.newer_on_device, f"{self.label} would be lost"
         self.give_up()
 
     def give_up(self) -> None:
         """Drop the device copy, newer or not: the host copy counts."""
         assert self.buffer is not None
         # Copies only: `free` itself orders the next writer after the computations so far.
-        copies = {self._device_ready: None, self._leaving: None}
+        copies = {self.device_ready: None, self._leaving: None}
         self.device.free(self.buffer, [event for event in copies if event is not None])
-        self.buffer = self._device_ready = self._leaving = None
-        self._newer = self._overtaken = False
+        self.buffer = self.device_ready = self._leaving = None
+        self.newer_on_device = self._overtaken = False
         for member in self.members:
             member.view = member.absent
 
@@ -280,17 +264,17 @@ def needed_by_compute(
         if group._overtaken:
             raise PlanError(f"{by} reads {group.label} on the device, which is older than the host copy")
         on_device.append(group.buffer)
-        if group._device_ready is not None:
-            events[group._device_ready] = None
+        if group.device_ready is not None:
+            events[group.device_ready] = None
     for group in in_host_memory:
-        if group._newer:
+        if group.newer_on_device:
             raise PlanError(f"{by} reads {group.label} in host memory, which is older than the device copy")
         on_host.append(group.host_cell)
         if group._host_ready is not None:
             events[group._host_ready] = None
     device.wait(*events, reads=on_host if write else [*on_device, *on_host], writes=on_device if write else ())
     for group in groups:
-        group._device_ready = None  # the compute lane is ordered after it for good
+        group.device_ready = None  # the compute lane is ordered after it for good
 
 
 def needed_by_caller(device: Device, groups: Sequence[LiveGroup]) -> None:

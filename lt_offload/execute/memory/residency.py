@@ -169,7 +169,9 @@ class Residency:
         self.device = device
         self.snapshots = snapshots
         self._adopt = adopt
-        self._settled = False
+        self.settled = False
+        """What is on the device is what the plan wants at the start of step 0: no range was taken or given back out of
+        plan since, and no pass broke off."""
         self.all: list[LiveGroup] = layout.all
         for group in self.all:
             group.snapshots = self.snapshots
@@ -222,16 +224,7 @@ class Residency:
         for group in missing:
             self._attach(group, self._initial[group])
         Transfer(self.device, missing, label="settle").fetch()
-        self._settled = True
-
-    @property
-    def settled(self) -> bool:
-        """True if what is on the device is what the plan wants at the start of step 0."""
-        return self._settled
-
-    def unsettle(self) -> None:
-        """Ranges are taken or given back out of plan, or a pass breaks off: settle before the next."""
-        self._settled = False
+        self.settled = True
 
     def evict(self, keep: Mapping[LiveGroup, int] | None = None) -> None:
         """Bring every device copy to the host and forget it, except those in ``keep`` at the offset given there."""
@@ -239,7 +232,7 @@ class Residency:
         Transfer(self.device, out, label="evict").write_back()
         for group in out:
             group.detach()
-        self.unsettle()
+        self.settled = False
 
     def complete_host(self) -> None:
         """Write newer device copies back, keeping them, and wait until every host copy is complete."""
@@ -273,7 +266,7 @@ class Residency:
             # Mostly because host copies are about to be written.
             for total in group.sums:
                 total.norm = None
-        self.unsettle()
+        self.settled = False
 
     def close(self) -> None:
         """Let go of everything on the device, and of snapshots that have not been read; the host copies are complete.

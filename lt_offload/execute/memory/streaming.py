@@ -48,13 +48,15 @@ class Streaming:
     def forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one block's forward; nothing is where a plan wants it any more afterwards."""
         self._residency.run_releases()
-        self._residency.unsettle()
+        self._residency.settled = False
         weights, groups = self.blocks[index], self._groups[index]
         # Behind the last block the first: the next batch, or the next token, begins with it.
         following = self._groups[(index + 1) % len(self.blocks)]
         on_host: list[LiveGroup] = []
         if not self._bring(groups, index, needed=groups):
-            self._clear()  # the ranges in use may have left gaps that are too small
+            for group in [*self._states, *{group for block in self._groups for group in block}]:
+                if group.buffer is not None:  # the ranges in use may have left gaps that are too small
+                    self._evict(group)
             if not self._bring(groups, index, needed=groups):
                 # The arena of a plan may hold less than a block, if the block's computations read the rest in host
                 # memory.
@@ -98,11 +100,6 @@ class Streaming:
                 self._transfers[missing] = Transfer(self.device, missing, label=f"stream {index}")
             self._transfers[missing].fetch()
         return True
-
-    def _clear(self) -> None:
-        for group in [*self._states, *{group for block in self._groups for group in block}]:
-            if group.buffer is not None:
-                self._evict(group)
 
     def _take(self, group: LiveGroup, index: int, needed: Sequence[LiveGroup]) -> None:
         victims: list[LiveGroup] | None = None

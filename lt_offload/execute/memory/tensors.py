@@ -312,7 +312,7 @@ class States(Viewed[dict[Place, Tensor]]):
 class Sum(Whole):
     """The sum of one weight's gradients over the micro-batches of a window."""
 
-    __slots__ = ("_filled", "first", "group", "label", "norm", "parted", "places", "weight")
+    __slots__ = ("filled", "first", "group", "label", "norm", "parted", "places", "weight")
 
     def __init__(self, weight: Weight) -> None:
         super().__init__()
@@ -327,7 +327,8 @@ class Sum(Whole):
         """True if the sum of all processes is in the first of ``places`` only."""
         self.norm: Tensor | None = None
         """Its Euclidean norm, found on the device where the sum was; None: it has to be read for that."""
-        self._filled = False
+        self.filled = False
+        """There is a gradient in it; the first one of a window replaces what is there."""
 
     @property
     def index(self) -> int:
@@ -349,18 +350,13 @@ class Sum(Whole):
         """True if its owner uses the first process's place, which is another one perhaps."""
         return self.parted or self.first
 
-    @property
-    def filled(self) -> bool:
-        """True if there is a gradient in it; the first one of a window replaces what is there."""
-        return self._filled
-
     def fill(self, norm: Tensor | None = None) -> None:
         """There is a gradient in it from now on, or when what has been queued is over; ``norm``: of what it is then."""
-        self._filled, self.norm = True, norm
+        self.filled, self.norm = True, norm
 
     def use_up(self) -> None:
         """Let the next gradient replace what is in it, which counts no more."""
-        self._filled = self.parted = self.first = False
+        self.filled = self.parted = self.first = False
         self.norm = None
 
 

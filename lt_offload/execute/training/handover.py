@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
@@ -65,7 +64,11 @@ class Handover:
             if added:
                 self._view.use_shown_sums()
             self._residency.complete_host()
-            sums = {param: total.clone() for param, total in self._sums().items()}
+            sums = self._view.used  # what the last updates have used, where it is kept
+            if added:
+                totals = [weight.total for weight in self._weights if weight.total is not None]
+                sums = {total.weight.param: total.host for total in totals if total.filled}
+            sums = {param: total.clone() for param, total in sums.items()}
             members = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
             gone = sums.keys() - members if added else ()
             for frozen in (weight for weight in self._weights if weight.param in gone):
@@ -75,13 +78,6 @@ class Handover:
             for param in rest:
                 param.grad = None
         return CarriedWindow(added=added, cleared=cleared, sums=sums, rest=rest)
-
-    def _sums(self) -> dict[nn.Parameter, Tensor]:
-        """Return the sums of the present window, or what the last updates have used, where it is kept."""
-        if not self._window.added:
-            return self._view.used
-        totals = [weight.total for weight in self._weights if weight.total is not None]
-        return {total.weight.param: total.host for total in totals if total.filled}
 
     def enter_window(self, begun: CarriedWindow) -> None:
         """Go on in a window that another engine has begun."""

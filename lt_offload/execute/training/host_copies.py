@@ -73,7 +73,12 @@ class HostCopies:
             )
 
     def snapshot(self, free: int) -> HostSnapshot:
-        """See ``Engine.snapshot``."""
+        """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
+
+        Of several processes each has what it saves. To be called within ``Engine.at_rest``. Copies that have to be set
+        aside for it take what the plan's host memory leaves. ``free``: bytes of RAM that the machine has left; no more
+        is taken.
+        """
         assert self._program is not None
         storages = {
             storage: self._program.changes.get((owned.weight.index, owned.state is not None), self._program.size)
@@ -117,11 +122,8 @@ class HostCopies:
 
     def _changing(self) -> Iterator[tuple[torch.UntypedStorage, TrackedTensor]]:
         for storage, owned in self._guard.announced():
-            if owned.state is None or self._is_changed_by_ops(owned, storage):
+            # Other states than those that ops change are small, such as step counters.
+            hosted = owned.weight.index in self._updated_on_host
+            moving = storage.nbytes() > _SMALL if hosted else owned.state in owned.weight.states.names
+            if owned.state is None or moving:
                 yield storage, owned
-
-    def _is_changed_by_ops(self, state: TrackedTensor, storage: torch.UntypedStorage) -> bool:
-        """Return whether only ops change the host copy of ``state``; other states are small, such as step counters."""
-        if state.weight.index in self._updated_on_host:
-            return storage.nbytes() > _SMALL
-        return state.state in state.weight.states.names

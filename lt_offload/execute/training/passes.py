@@ -18,7 +18,7 @@ from torch import Tensor
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.deferred import DeferredForward, DeferredForwards
-from lt_offload.execute.blocks.run import BlockFunction, BlockRun
+from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.device.record import Recorder
@@ -30,7 +30,7 @@ from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import Streaming
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Program
-from lt_offload.execute.updates.common_states import CommonUpdates
+from lt_offload.execute.updates.common_states import CommonStates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.others import SumsOfAll
 from lt_offload.execute.user_code import checks
@@ -71,7 +71,7 @@ class Passes:
 
     of_all: SumsOfAll | None = None
     """Sums with other processes that train the same model, of what the last pass of a window leaves."""
-    common: CommonUpdates | None = None
+    common: CommonStates | None = None
     """Host copies in common with them: what users have written is exchanged, and updates are shared out."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Passes:
         self._iteration, self._window = iteration, iteration.window
         runs = self._runs = BlockRuns(recorder.device, pool, structure, program, blocks, gradients)
         self._residency, self._gradients, self._recorder = residency, gradients, recorder
-        self._guard, self._setup, self._view, self._step = guard, setup, view, step
+        self._guard, self._setup, self._view, self.step = guard, setup, view, step
         self._presence = {
             op.id: BoundWeights(recorder.device, blocks[op.block], op, program.read_on_host[op.id])
             for op in program.computations
@@ -136,7 +136,7 @@ class Passes:
         """True if a backward of the present pass is still to come."""
         return self._runs.open
 
-    def join(self, of_all: SumsOfAll, common: CommonUpdates | None) -> None:
+    def join(self, of_all: SumsOfAll, common: CommonStates | None) -> None:
         """Other processes train the same model."""
         self.of_all, self.common = of_all, common
         self._walk.reduce = self._reduce
@@ -170,10 +170,7 @@ class Passes:
             # Else this frame would hold the block's inputs through its forward, which the run may let go of.
             del args, kwargs
             if run.needs_backward:
-                inputs = run.take_inputs()
-                self._consumers.watch(index, inputs)
-                out = BlockFunction.apply(run, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
-                out = run.unflatten(out)
+                out = run.in_graph(self._anchor, self._run_backward, self._consumers.watch)
             else:
                 out = run.run_frozen()
             self._runs.returned(out)
@@ -222,9 +219,8 @@ class Passes:
 
     def _make_run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> BlockRun:
         run = self._runs.make(index, forward, args, kwargs)
-        if run.needs_backward:
-            for weight in self._blocks[index]:
-                weight.uses += len(run.slices) * weight.param.requires_grad
+        for weight in self._blocks[index] if run.needs_backward else ():
+            weight.uses += len(run.slices) * weight.param.requires_grad
         return run
 
     # -- a step that began without a plan ----------------------------------------------------------------------------
@@ -237,10 +233,6 @@ class Passes:
         self._surveyed = list(forwards)
         self._runs.take_shared(shared)
 
-    def begin_step(self) -> None:
-        """Begin the optimizer's step, within which the engine was installed."""
-        self._step.begin()
-
     def run_surveyed(
         self, forward: SurveyedForward, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
@@ -248,8 +240,6 @@ class Passes:
         with self._guard.suspended:
             if not forward.begun:
                 self._begin_surveyed(forward, run)
-            if not self._iteration.ran_backward:
-                self._begin_backward()
             return self._backward_of(run, anchor, grads)
 
     def _begin_surveyed(self, forward: SurveyedForward, run: BlockRun) -> None:
@@ -262,11 +252,9 @@ class Passes:
         # Before its runs are known: what they have saved left when they ran, and nothing is to be recomputed.
         self._walk.skip_to(self._backwards[run.index][0])
         self._runs.take_surveyed(forward.runs)
-        for index, ref in forward.runs.items():
-            present = ref()
-            if present is not None:
-                for weight in self._blocks[index]:
-                    weight.uses += len(present.slices) * weight.param.requires_grad
+        for present in (present for ref in forward.runs.values() if (present := ref()) is not None):
+            for weight in self._blocks[present.index]:
+                weight.uses += len(present.slices) * weight.param.requires_grad
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
@@ -274,8 +262,6 @@ class Passes:
         # Autograd calls this, on a GPU in a thread of its own, so what is each thread's own is set here.
         with self._guard.suspended:
             self._backward.check(run)
-            if not self._iteration.ran_backward:
-                self._begin_backward()
             return self._backward_of(run, anchor, grads)
 
     def _run_deferred(
@@ -286,8 +272,6 @@ class Passes:
             self._backward.check(run)
             if not forward.passed:
                 self._run_forward_again(forward)
-            if not self._iteration.ran_backward:
-                self._begin_backward()
             passed = forward.passed[run.index]
             passed.totals = run.totals
             gradients = self._backward_of(passed, anchor, grads)
@@ -314,7 +298,7 @@ class Passes:
             self._walk.end()
             return run, tensors_of(out)
 
-        self._deferred.run_again(forward, again)
+        forward.run_again(again)
 
     def _begin_backward(self) -> None:
         self._setup.hooks.check()
@@ -326,11 +310,13 @@ class Passes:
         if self.manual is not None:
             self.manual.begin_backward(updating=self._window.which == "updating")
         # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
-        self._step.enclose()
+        self.step.enclose()
 
     def _backward_of(self, run: BlockRun, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         index = run.index
         step, op = self._backwards[index]
+        if not self._iteration.ran_backward:
+            self._begin_backward()
         if self._walk.cursor < step:
             self._walk.skip_to(step)
         self._walk.begin(step)
@@ -427,7 +413,7 @@ class Passes:
         # Nobody awaits what it has fetched, and a copy that is still to come holds device memory in the next pass.
         self._recorder.device.drain()
         self.reset()
-        self._residency.unsettle()
+        self._residency.settled = False
 
     def close(self) -> None:
         """Drop every run and what it has saved."""
@@ -443,7 +429,7 @@ class Passes:
 
     def reset(self) -> None:
         """Be ready for another pass, whatever has become of the present one."""
-        self._step.restore()
+        self.step.restore()
         self._gradients.reset(self._weights)
         self._walk.cursor = 0
         if self.of_all is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lt_offload import limits
 from lt_offload.compat.torch import buffers_of, functorch_level
 from lt_offload.execute.blocks.repeats import Repeats
-from lt_offload.execute.blocks.run import BlockFunction, BlockRun
+from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
 from lt_offload.execute.blocks.slices import PlannedBlock
 from lt_offload.execute.device.base import NO_BYTES, Device
@@ -125,9 +125,8 @@ class Survey:
                 self.runs.append(None)
                 return run.run_frozen()
             run.totals = self.shared.note(index, run.inputs)
-            inputs = run.take_inputs()
-            out = run.unflatten(BlockFunction.apply(run, self.anchor, self._run_backward, *inputs))  # type: ignore[no-untyped-call]
-        run.body = again or _over
+            out = run.in_graph(self.anchor, self._run_backward)
+        run.body = again or run.body
         if run.offloader.leave(-1) is not None:
             run.offloader.released()
         self._used += run.offloader.nbytes
@@ -218,7 +217,3 @@ def _present(weights: Sequence[Weight]) -> Iterator[None]:
     finally:
         for weight in weights:
             weight.present = None
-
-
-def _over(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a surveyed block runs once")

@@ -159,7 +159,7 @@ class Arrivals:
         work = []
         for part in ([sure] if sure else []) + parts:
             owned = [self._part(weight) for weight in part]
-            work.append((owned, self._updates.prepare(part, "host", [one.grad for one in owned])))
+            work.append((owned, self._updates.prepare(part, [one.grad for one in owned])))
 
         def run() -> None:
             for owned, update in work:

@@ -230,7 +230,8 @@ class RestClipping:
     def squares(self) -> list[Tensor]:
         """Return the squared norms of their gradients, before they were clipped."""
         if self._squares is None:
-            self._squares = [vector_norm(grad, dtype=torch.float32).square() for grad in self._gradients()]
+            grads = [param.grad for param in self._params if param.grad is not None]
+            self._squares = [vector_norm(grad, dtype=torch.float32).square() for grad in grads]
         return self._squares
 
     def clip_each(self, value: float) -> None:
@@ -238,9 +239,6 @@ class RestClipping:
         rest = [param for param in self._params if param.grad is not None]
         if rest:  # torch's function fails for none
             clip_grad_value_(rest, value)
-
-    def _gradients(self) -> list[Tensor]:
-        return [param.grad for param in self._params if param.grad is not None]
 
 
 def _standing(total: Sum | None, param: Tensor) -> Tensor:

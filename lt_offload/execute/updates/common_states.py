@@ -9,7 +9,6 @@ are each process's own until the next update.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -19,16 +18,19 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.common import Common, map_common
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.model.objects import same
 from lt_offload.model.optimizers import Place, tensors_of
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import round_up
 
 
 class CommonStates:
-    """The states of ``common.trained``."""
+    """The states of ``common.trained``, and the updates that each process carries out of what it owns."""
 
-    def __init__(self, common: Common, updates: Updates) -> None:
-        self._common, self._updates = common, updates
+    def __init__(self, common: Common, updates: Updates, device: Device) -> None:
+        self._common, self._updates, self._device = common, updates, device
+        common.states = self
+        self._without: list[Weight] = []
         self._trained = {weight.index for weight in common.trained}
         self._own: dict[int, dict[Place, Tensor]] = {}
         """By weight: its states as users see them."""
@@ -38,7 +40,7 @@ class CommonStates:
         if weight.index not in self._trained:
             return False
         known, now = self._own.get(weight.index), tensors_of(self._updates.state(weight))
-        return known is None or known.keys() != now.keys() or not all(map(is_, known.values(), now.values()))
+        return known is None or known.keys() != now.keys() or not same(known.values(), now.values())
 
     def pairs(self, weight: Weight) -> list[tuple[Tensor, Tensor]]:
         """Return the states of ``weight``: in common memory, and as users see them; none that were replaced."""
@@ -57,7 +59,12 @@ class CommonStates:
         """Let all processes hold the states that the owners of ``weights`` have; their updates are over."""
         machine = self._common.machine
         mine = {w.index: self._updates.state(w) for w in weights if w.owner == machine.rank}
-        told = machine.gather({index: _described(state) for index, state in mine.items()})
+        told = machine.gather(
+            {
+                index: {name: _Form(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+                for index, state in mine.items()
+            }
+        )
         by_index = {weight.index: weight for weight in weights}
         with plain_torch():
             for rank, of_one in enumerate(told):
@@ -97,15 +104,6 @@ class CommonStates:
             weight.common_states, self._own[index] = common, own
             self._common.nbytes += sum(tensor.nbytes for tensor in own.values())
 
-
-class CommonUpdates:
-    """The updates of host copies that processes have in common: each process carries out those of what it owns."""
-
-    def __init__(self, common: Common, updates: Updates, device: Device) -> None:
-        self._common, self._updates, self._device = common, updates, device
-        self._states = common.states = CommonStates(common, updates)
-        self._without: list[Weight] = []
-
     def begin_pass(self) -> None:
         """A forward with gradients begins in every process: let what users have written be everybody's."""
         self._common.publish()
@@ -117,13 +115,13 @@ class CommonUpdates:
             if self._common.theirs(weight):
                 self._updates.snapshots.changing((weight.host, *tensors_of(self._updates.state(weight)).values()))
         self._without = self._common.begin_updates(beside=beside)
-        self._states.forget(self._without)
+        self.forget(self._without)
 
     def end(self) -> None:
         """All updates are queued."""
         if self._without:
             self._device.drain()
-            self._states.move_in(self._without)
+            self.move_in(self._without)
             self._without = []
 
 
@@ -131,10 +129,6 @@ class _Form:
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.count = tuple(tensor.shape), tensor.dtype, tensor.numel()
         self.room = round_up(tensor.nbytes, ALIGNMENT)
-
-
-def _described(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: _Form(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def _bytes(state: dict[str, Any]) -> int:

@@ -53,9 +53,7 @@ class Slots:
         self.beginning = program.begins
         """The copies to where sums are, by op."""
         self._device = device
-        self._boxes = [
-            GradientOffloads(device, op, [weights[t] for t in program.tensors[op.id]]) for op in program.sends
-        ]
+        self._boxes = [GradientOffloads(op, [weights[t] for t in program.tensors[op.id]]) for op in program.sends]
         self.of: dict[int, GradientOffloads] = {box.op.id: box for box in self._boxes}
         """By op."""
         self.box_of = {t: box for box in self._boxes if box.op.rows != "looked up" for t in program.tensors[box.op.id]}
@@ -90,7 +88,8 @@ class Slots:
         self, box: GradientOffloads, items: Sequence[tuple[Weight, Tensor]], more: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> GradientOffload:
         """Queue the copies of ``items`` to their slot, and those of ``more``, as one task."""
-        return box.send(items, self._freed(box.op), more)
+        pairs = [*box.pairs(items), *more]
+        return _queued(self._device, box.op, items, pairs, self._freed(box.op), writes=box.cells)
 
     def begin_sums(
         self,
@@ -145,8 +144,8 @@ def _islands(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class GradientOffloads:
     """The gradients of one op, side by side in host memory, those of one dtype that are small without a gap."""
 
-    def __init__(self, device: Device, op: Op, weights: Sequence[Weight]) -> None:
-        self.op, self._device = op, device
+    def __init__(self, op: Op, weights: Sequence[Weight]) -> None:
+        self.op = op
         self.hosts: dict[int, Tensor] = {}
         """By the weight's index: where its gradient arrives."""
         self.cell = Cell(f"host grad {op.block}")
@@ -193,13 +192,7 @@ class GradientOffloads:
                 at = round_up(_divide(memory, at, [weight], hosts), ALIGNMENT)
         return hosts, gathered_in
 
-    def send(
-        self, items: Sequence[tuple[Weight, Tensor]], freed: Sequence[Event], more: Sequence[tuple[Tensor, Tensor]]
-    ) -> GradientOffload:
-        """Queue the copies of ``items``, and of ``more``, as one task that begins after ``freed``."""
-        return _queued(self._device, self.op, items, [*self._pairs(items), *more], freed, writes=self.cells)
-
-    def _pairs(self, items: Sequence[tuple[Weight, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    def pairs(self, items: Sequence[tuple[Weight, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Return what is copied where; small gradients are gathered, unless some of them have not come."""
         grads = {weight.index: grad for weight, grad in items}
         pairs = []

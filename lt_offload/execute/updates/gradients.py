@@ -11,7 +11,7 @@ whatever processor, an addition is exact.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from weakref import ref
 
@@ -30,7 +30,7 @@ from lt_offload.execute.updates.clipping import Clipping, norms
 from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.updates.tables import Pairs, RowUse, Table, square_sum
-from lt_offload.schema.plan import Op, Pass
+from lt_offload.schema.plan import ADDING, Op, Pass
 from lt_offload.schema.profile import COLLECTED_BELOW
 
 
@@ -215,12 +215,22 @@ class Gradients:
         items = [item for taken in self._usable.values() for item in taken]
         self._usable.clear()
         weights = [weight for weight, _ in items]
+        updating = self._which not in ADDING
+        groups: dict[LiveGroup, None] = {}
+        for weight in weights if updating else ():
+            groups[weight.group] = None
+            if weight.states.group is not None:
+                groups[weight.states.group] = None
+        for weight in weights:
+            if weight.total is not None:
+                groups[weight.total.group] = None
         # Everything that is written, at once: one wait of the compute lane instead of one per tensor.
-        groups = self._take(weights, updating=self._which == "updating")
+        present = [group for group in groups if group.buffer is not None]
+        needed_by_compute(self.device, present, by="an update", write=True)
         # A weight without a sum, mostly, whose gradient is all there is.
         grads = [grad if grad is not None and w.total is None else self._added(w, grad) for w, grad in items]
         del items  # what has been added up is free
-        if self._which == "updating":
+        if updating:
             self._update_on_device(weights, grads, groups)
             return
         for group in groups:
@@ -232,28 +242,10 @@ class Gradients:
 
     def settle_on_device(self, weights: Sequence[Weight]) -> None:
         """Update those of ``weights`` on the device that have gradients: the sums are all there is."""
-        weights = [weight for weight in weights if _filled(weight)]
-        if not weights:
-            return
-        groups = self._take(weights, updating=True)
-        sums = [total.view for weight in weights if (total := weight.total) is not None and total.view is not None]
-        if self.square_sums is not None:
-            self.square_sums += map(square_sum, sums)
-        self._update_on_device(weights, sums, groups)
-
-    def _take(self, weights: Sequence[Weight], *, updating: bool) -> dict[LiveGroup, None]:
-        """Order the compute lane after the copies that bring what it will write of ``weights``; return that."""
-        groups: dict[LiveGroup, None] = {}
-        for weight in weights if updating else ():
-            groups[weight.group] = None
-            if weight.states.group is not None:
-                groups[weight.states.group] = None
-        for weight in weights:
-            if weight.total is not None:
-                groups[weight.total.group] = None
-        present = [group for group in groups if group.buffer is not None]
-        needed_by_compute(self.device, present, by="an update", write=True)
-        return groups
+        filled: list[tuple[Weight, Tensor | None]] = [(weight, None) for weight in weights if _filled(weight)]
+        if filled:
+            self._usable[0] = filled
+            self._use_on_device()
 
     def _update_on_device(self, weights: Sequence[Weight], grads: list[Tensor], groups: Iterable[LiveGroup]) -> None:
         """Update ``weights``, whose ``groups`` are there, and use the sums up."""
@@ -273,14 +265,15 @@ class Gradients:
     def _added(self, weight: Weight, grad: Tensor | None) -> Tensor:
         """Return the sum of a weight's gradients on the device, ``grad`` included, where there is or has to be one."""
         total = weight.total
-        if total is None or (self._which == "updating" and not total.filled):
+        updating = self._which not in ADDING
+        if total is None or (updating and not total.filled):
             assert grad is not None
             return grad
         assert total.view is not None
         if grad is not None:
             with torch.no_grad():
                 total.view.add_(grad) if total.filled else total.view.copy_(grad)
-        if self.square_sums is not None and self._which == "updating":
+        if self.square_sums is not None and updating:
             self.square_sums.append(square_sum(total.view))
         total.fill()
         return total.view
@@ -352,7 +345,10 @@ class Gradients:
         task.after += [self._arrived.pop(w.index) for w in arrived]
         task.reads += [w.grad_cell for w in arrived]
         task.groups += [total.group for w in ready if (total := w.total) is not None]
-        task.work += self._adding(arrived, updating=updating)
+        for weight in arrived:  # sums are begun, but by updates, which have all there is if there is no sum
+            sums, grad = weight.total, self._host_grads[weight.index]
+            if sums is not None and (sums.filled or not updating):
+                task.work.append(partial(sums.host.add_ if sums.filled else sums.host.copy_, grad))
         theirs = self._update_on_host(task, ready) if updating else []
         if len(arrived) < len(ready):  # no gradient that arrives comes after what has read the weights
             task.after += [self.device.mark(), *(group.last_fetch for group in task.groups)]
@@ -379,12 +375,13 @@ class Gradients:
         self.updated += len(weights)
         task.groups += [w.group for w in mine]
         task.work += [partial(add_in_order, w.total.places) for w in mine if w.total is not None and w.total.parted]
-        if self.square_sums is not None:
+        squares = self.square_sums
+        if squares is not None:
             sums = [w.total.host for w in weights if _filled(w) and w.total is not None]
-            task.work.append(partial(_note_squares, self.square_sums, sums))
+            task.work.append(lambda: squares.extend(map(square_sum, sums)))
         self.clipping.edit_in(task, grads)
         if mine:  # now, with the options of this moment: a scheduler may change them before the task runs
-            task.work.append(self.updates.prepare(mine, "host", grads))
+            task.work.append(self.updates.prepare(mine, grads))
         if self.common is not None:
             task.work.append(self.common.done(task.op))
         return theirs
@@ -424,17 +421,6 @@ class Gradients:
             total.use_up() if updating else total.fill()
         self.updated += updating and not first
         return task.queue(self.device)
-
-    def _adding(self, weights: Sequence[Weight], *, updating: bool) -> Iterator[Callable[[], object]]:
-        """Yield what adds gradients to sums, or begins these; in updates only where there is a sum already."""
-        for weight in weights:
-            total, grad = weight.total, self._host_grads[weight.index]
-            if total is not None and (total.filled or not updating):
-                yield partial(total.host.add_ if total.filled else total.host.copy_, grad)
-
-
-def _note_squares(squares: list[Tensor], sums: Sequence[Tensor]) -> None:
-    squares += map(square_sum, sums)
 
 
 def _filled(weight: Weight) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -31,12 +31,15 @@ from torch.optim.sgd import sgd
 from lt_offload import limits
 from lt_offload.compat.torch import STEP_HOOKS, forget_step_hooks
 from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.execute.memory.host_task import one_by_one
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.snapshots import Snapshots
 from lt_offload.execute.memory.tensors import Weight
+from lt_offload.model.objects import same
 from lt_offload.model.optimizers import (
     DrawWatch,
     StateAllocator,
+    copied,
     is_known,
     managed,
     of_none,
@@ -183,7 +186,7 @@ class Updates:
 
     def freeze(self) -> None:
         """Let coming updates use options and attributes as they are now: the loop's own step may count them up."""
-        groups = [self._copied(group) for group in self.optimizer.param_groups]
+        groups = [copied(group) for group in self.optimizer.param_groups]
         self._frozen = groups, self._attributes(), of_none(self.optimizer)
 
     def end_iteration(self, weights: Iterable[Weight]) -> None:
@@ -204,10 +207,6 @@ class Updates:
         state: dict[str, Any] = self.optimizer.state.get(weight.param, {})
         return state
 
-    def _updated_state(self, weight: Weight) -> dict[str, Any]:
-        """Return the state that updates write: of a weight in common memory that which is there."""
-        return self.state(weight) if weight.common_states is None else weight.common_states
-
     def adopt(self, group: LiveGroup) -> None:
         """Let the host copies of ``group`` be the states that the optimizer has now, if it is one of states."""
         if not group.unchanged(self.state):
@@ -227,17 +226,12 @@ class Updates:
         """Note that other processes update ``weights`` in this iteration."""
         self._updated.update(weight.index for weight in weights)
 
-    def prepare(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
-        """Return a function that updates ``weights`` with the group options of this moment.
-
-        ``place``, ``"host"`` or ``"device"``, is where parameters, ``grads`` and states are. Device copies of
-        ``weights`` stay attached until the function has run.
-        """
+    def prepare(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> Callable[[], None]:
+        """Return a function that updates ``weights`` on the host, where ``grads`` are, with the present options."""
         self._updated.update([weight.index for weight in weights])
-        if place == "host":
-            self._bring_scalars_home(weights)
-        update = self._by_function(weights, place, grads) or self._by_step(weights, place, grads)
-        return partial(self._on_host, weights, update) if place == "host" else update
+        self._bring_scalars_home(weights)
+        update = self._by_function(weights, "host", grads) or self._by_step(weights, "host", grads)
+        return partial(self._on_host, weights, update)
 
     def prepare_rows(
         self, weight: Weight, *, begins: bool
@@ -250,7 +244,7 @@ class Updates:
             self._of_rows[weight.index] = dict(self.state(weight))
         state = self._of_rows[weight.index]
         self.states_move = self.states_move or not state
-        rows = RowUpdates(self.optimizer, weight.param, self._copied(self._live(self._group_of[weight.param])))
+        rows = RowUpdates(self.optimizer, weight.param, copied(self._live(self._group_of[weight.param])))
 
         def update(grad: Tensor, ranges: Sequence[tuple[int, int]], begins: bool) -> None:
             if not state:
@@ -283,9 +277,10 @@ class Updates:
                 states.append(state | weight.states.view)
             gradients.append(grad)
         updates = [functional_update(self.optimizer, self._live(index), *lists) for index, lists in groups.items()]
-        if None in updates:
+        made = [update for update in updates if update is not None]
+        if len(made) < len(updates):
             return None
-        return updates[0] if len(updates) == 1 else partial(_one_by_one, updates)
+        return made[0] if len(made) == 1 else partial(one_by_one, made)
 
     def _by_step(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
         """Return a function that has a sub-optimizer update ``weights``."""
@@ -299,9 +294,9 @@ class Updates:
             index = self._group_of[weight.param]
             if index not in groups:
                 # Copied: a learning rate may be a tensor that a scheduler changes in place before this update runs.
-                groups[index] = self._copied(self._live(index)) | {"params": []}
+                groups[index] = copied(self._live(index)) | {"params": []}
             groups[index]["params"].append(proxy)
-            state[proxy] = self._updated_state(weight)
+            state[proxy] = self.state(weight) if weight.common_states is None else weight.common_states
             alone[proxy] = own_options(self.optimizer, weight.param, self._places[weight.param])
         sub = self._sub(tuple(weight.index for weight in weights))
         owned = list(zip(weights, state.items(), strict=True))
@@ -320,18 +315,21 @@ class Updates:
             attributes = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in attributes.items()}
         attributes = attributes | managed(self.optimizer, alone)
 
+        drawn = partial(limits.RANDOM_UPDATE.error, f"optimizer {type(self.optimizer).__name__} draws random numbers")
+
         def run() -> None:
             vars(sub).update(attributes)
             sub.param_groups = list(groups.values())
             sub.state = state
             before = [[*tensors_of(own).values()] for _, (_, own) in owned]
-            with nullcontext() if self._drawless else DrawWatch(self.optimizer, self._drawn):
+            with nullcontext() if self._drawless else DrawWatch(self.optimizer, drawn):
                 type(sub).step(sub)  # the class's method: hooks and wrappers of the real optimizer's step run once
             for weight, (proxy, own) in owned:
                 proxy.grad = None
                 if own and weight.common_states is None:
                     self.optimizer.state[weight.param] = own
-            changed = [known for known, (_, (_, own)) in zip(before, owned, strict=True) if not _same(known, own)]
+            pairs = zip(before, owned, strict=True)
+            changed = [known for known, (_, (_, own)) in pairs if not same(known, tensors_of(own).values())]
             self.generation += bool(changed)
             self._replaces |= any(changed)
 
@@ -407,13 +405,6 @@ class Updates:
         live: dict[str, Any] = (self._frozen[0] if self._frozen is not None else self.optimizer.param_groups)[group]
         return live
 
-    @staticmethod
-    def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-
-    def _drawn(self) -> Exception:
-        return limits.RANDOM_UPDATE.error(f"optimizer {type(self.optimizer).__name__} draws random numbers")
-
     def _attributes(self) -> dict[str, Any]:
         """Return the attributes that a step of tensors of its own may find: counters of steps, above all."""
         return _with_own_tables({name: value for name, value in vars(self.optimizer).items() if name not in _OWN})
@@ -444,20 +435,9 @@ class Updates:
         return sub
 
 
-def _one_by_one(updates: Iterable[Update | None]) -> None:
-    for update in updates:
-        assert update is not None
-        update()
-
-
 def _with_own_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``attributes`` with copies of the dictionaries that hold tensors."""
     return {
         name: dict(value) if type(value) is dict and any(isinstance(part, Tensor) for part in value.values()) else value
         for name, value in attributes.items()
     }
-
-
-def _same(known: Sequence[Tensor], state: dict[str, Any]) -> bool:
-    tensors = tensors_of(state).values()
-    return len(tensors) == len(known) and all(map(is_, tensors, known))

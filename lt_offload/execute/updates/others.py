@@ -29,7 +29,7 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.memory.common import UPDATE, Common, check_alike, contents
 from lt_offload.execute.memory.host_task import HostTask
-from lt_offload.execute.memory.live_group import LiveGroup, needed_by_caller
+from lt_offload.execute.memory.live_group import needed_by_caller
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight, add_in_order
 from lt_offload.schema.plan import Op
@@ -83,7 +83,7 @@ class SumsOfAll:
     def _work(self, op: Op, totals: Sequence[Sum]) -> Callable[[], None]:
         empty = [total.host for total in totals if not total.filled]
         own = self._owned(totals)
-        contribute = partial(self._common.contribute, op.id, self._window)
+        contribute = self._common.done(op.id, self._window)
         complete = partial(self._common.wait_for, range(self._machine.size), op.id, self._window)
 
         def run() -> None:
@@ -114,7 +114,9 @@ class SumsOfAll:
         # A collective takes tensors of one kind: what is on the device here is brought home if it is not everywhere.
         mixed = [total.group for total, of_all in of_sums if len({state & _ON_DEVICE for state in of_all}) > 1]
         if mixed:
-            self._bring_home([group for group in dict.fromkeys(mixed) if group.buffer is not None])
+            here = [group for group in dict.fromkeys(mixed) if group.buffer is not None]
+            self._residency.bring_home(here)
+            self._residency.forget(here)
         rest = self._gradients_of_rest(states[len(self._totals) :])
         now = [total for total in filled if total not in begun]
         groups = list(dict.fromkeys(total.group for total in now))
@@ -202,10 +204,6 @@ class SumsOfAll:
                     place.copy_(first)
         # Without this, a process would read its place before the owner has written the sum there.
         self._machine.barrier()
-
-    def _bring_home(self, groups: Sequence[LiveGroup]) -> None:
-        self._residency.bring_home(groups)
-        self._residency.forget(groups)
 
 
 def _state(total: Sum) -> int:

@@ -41,18 +41,14 @@ class Window:
         """Passes of the present window whose gradients have been added up."""
         self.complete = 0
         """Complete micro-batches of the present window; counted in a loop of one's own only."""
-        self._largest = self._size = largest
-
-    @property
-    def size(self) -> int:
-        """Micro-batches of the next window in a loop of one's own; elsewhere each is told what it is."""
-        return self._size
+        self._largest = self.size = largest
+        """Micro-batches that the plan serves, and of the next window in a loop of one's own; elsewhere each is told."""
 
     def resize(self, size: int) -> None:
         """Let windows have ``size`` micro-batches from now on; raises ``PlanError`` if the plan is one for 1."""
         if size > 1:
             self.require()
-        self._size = size
+        self.size = size
 
     def require(self) -> None:
         """Raise ``PlanError`` if the plan is one for windows of 1."""
@@ -64,7 +60,7 @@ class Window:
 
     def begin(self, *, last: bool | None = None) -> None:
         """The next micro-batch begins; ``last``: whether it is the last, None: as many as were said are to come."""
-        self.last = self.complete + 1 >= self._size if last is None else last
+        self.last = self.complete + 1 >= self.size if last is None else last
         self.begin_pass(0)
 
     def begin_pass(self, waiting: int) -> None:

@@ -1,23 +1,25 @@
 """Hooks around ``optimizer.step()``: for the user's own optimizer beside the plan, and for a user's own training loop.
 
 The optimizer's own step finds nothing left to do, and in a loop of one's own it ends an iteration
-(:class:`OptimizerStepHook`, :class:`ManualLoop`); its states are complete when they are saved (:class:`SavedStates`).
+(:class:`OptimizerStepHook`, :class:`ManualLoop`); its states are complete when they are saved (:func:`follow_states`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.compat.torch import after_backward, step_post_hooks_of, step_pre_hooks_of
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.model.optimizers import of_parameters
+from lt_offload.model.optimizers import copied, of_parameters
 
 _PLACE, _NAME = "torch.optim.optimizer", "wrapper"
 """Module and name of the function that calls the hooks of a step, and the step."""
@@ -64,7 +66,7 @@ class StepHooks:
         return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": run})
 
     def enclose(self) -> None:
-        """Be the last hooks that are called before a step, and the first after it."""
+        """Be the last hooks before a step and the first after it: users' hooks find every parameter in its group."""
         before: Any = step_pre_hooks_of(self._optimizer)
         after: Any = step_post_hooks_of(self._optimizer)
         before.move_to_end(self._before.id)
@@ -89,7 +91,7 @@ def _outermost(optimizer: Optimizer) -> bool:
     return depth < 2
 
 
-class OptimizerStepHook:
+class OptimizerStepHook(StepHooks):
     """Sees a step of the loop begin: remembers what updates are still to use, and may hide weights without a gradient.
 
     Most optimizers leave tensors without a gradient alone. Of one that does not, the groups have no weights of the
@@ -109,16 +111,12 @@ class OptimizerStepHook:
         self._updates, self._weights, self._delayed = updates, weights, delayed
         self._begins, self._ended = begins, ended
         self._hidden: list[list[nn.Parameter]] = []
-        self._hooks = StepHooks(updates.optimizer, self.begin, self._after_step)
+        super().__init__(updates.optimizer, self.begin, self._after_step)
 
+    @override
     def remove(self) -> None:
-        """End."""
         self.restore()
-        self._hooks.remove()
-
-    def enclose(self) -> None:
-        """Be the last hook before the step and the first after it: users' hooks find every parameter in its group."""
-        self._hooks.enclose()
+        super().remove()
 
     def restore(self) -> None:
         """Give the groups their parameters back."""
@@ -143,47 +141,40 @@ class OptimizerStepHook:
                 group["params"] = [param for param in params if param not in self._weights]
 
 
-class SavedStates:
-    """Lets states be complete when they are saved, and be taken over when they are loaded.
+def follow_states(
+    updates: Updates,
+    check_read: Callable[[str], object],
+    check_write: Callable[[str], object],
+    drain: Callable[[], None],
+    invalidate: Callable[[], None],
+) -> Callable[[], None]:
+    """Let states be complete when they are saved, and be taken over when they are loaded; return what ends that.
 
     ``check_read`` and ``check_write`` raise if nothing may be read or written now. ``drain`` makes every host copy
     complete, ``invalidate`` forgets every device copy.
     """
+    optimizer = updates.optimizer
 
-    def __init__(
-        self,
-        updates: Updates,
-        check_read: Callable[[str], object],
-        check_write: Callable[[str], object],
-        drain: Callable[[], None],
-        invalidate: Callable[[], None],
-    ) -> None:
-        self._updates, self._check_read, self._check_write = updates, check_read, check_write
-        self._drain, self._invalidate = drain, invalidate
-        optimizer = updates.optimizer
-        self._handles = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._show()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._replace()),
-            optimizer.register_load_state_dict_post_hook(lambda _: updates.unshare(of_parameters(optimizer))),
-        ]
+    def show(*_: object) -> None:
+        check_read("optimizer.state_dict() was called")
+        drain()
 
-    def remove(self) -> None:
-        """End."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _show(self) -> None:
-        self._check_read("optimizer.state_dict() was called")
-        self._drain()
-
-    def _replace(self) -> None:
-        self._check_write("optimizer.load_state_dict() was called")
-        self._drain()
+    def replace(*_: object) -> None:
+        check_write("optimizer.load_state_dict() was called")
+        drain()
         # After everything is home: forgetting device copies would lose what is newer of the weights, which nobody
         # replaces.
-        self._invalidate()
+        invalidate()
         # The guard knows states by their memory, and loading gives them other memory.
-        self._updates.generation += 1
+        updates.generation += 1
+
+    with ExitStack() as undo:
+        undo.callback(optimizer.register_state_dict_pre_hook(show).remove)
+        undo.callback(optimizer.register_load_state_dict_pre_hook(replace).remove)
+        undo.callback(
+            optimizer.register_load_state_dict_post_hook(lambda _: updates.unshare(of_parameters(optimizer))).remove
+        )
+        return undo.pop_all().close
 
 
 class ManualLoop:
@@ -211,9 +202,8 @@ class ManualLoop:
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    groups = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
     # A learning rate that is a tensor is changed in place, so the comparison needs a copy.
-    return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
+    return [copied(group) for group in optimizer.param_groups]
 
 
 def _equal(one: Any, other: Any) -> bool:

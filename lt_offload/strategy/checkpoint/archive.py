@@ -192,14 +192,9 @@ def fill(descriptor: int, records: Iterable[Record], read: Reading) -> dict[int,
             sums[record.offset] = _write(descriptor, content[: record.nbytes], record.offset)
             continue
         with read(record.storage) as storage:
-            sums[record.offset] = _write(descriptor, _bytes(storage), record.offset)
+            memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()) if storage.nbytes() else b""
+            sums[record.offset] = _write(descriptor, memoryview(memory).cast("B"), record.offset)
     return sums
-
-
-def _bytes(storage: torch.UntypedStorage) -> memoryview | bytes:
-    if not storage.nbytes():
-        return b""
-    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def _write(descriptor: int, content: bytes | memoryview, at: int) -> int:

@@ -11,11 +11,13 @@ import fcntl
 import os
 import pickle
 import stat
+import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +30,8 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.snapshots import HostSnapshot
 from lt_offload.machine.pages import forget
 from lt_offload.model.optimizers import put, tensor_at, tensors_of
-from lt_offload.strategy.checkpoint.archive import SUFFIX, NewFile, Reading, Record, explaining
+from lt_offload.strategy.checkpoint.archive import SUFFIX, NewFile, Reading, explaining
 from lt_offload.strategy.checkpoint.foreign import reading
-from lt_offload.strategy.checkpoint.writer import Writer
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -172,6 +173,56 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], unchang
                 _forget(read)
 
 
+Job = Callable[[], None]
+
+
+class Writer:
+    """A queue of jobs that run one after the other on a thread of its own; :meth:`check` raises their first error.
+
+    The thread ends with the process, in the middle of a job if need be: files are complete or absent all the same.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: Queue[Job | None] = Queue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="lt_offload checkpoints", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Do ``job`` when all before it are over."""
+        self._jobs.put(job)
+
+    def if_all_went_well(self, job: Job) -> None:
+        """Do ``job`` when all before it are over; leave it out if one of them has failed."""
+        self.submit(lambda: job() if self._error is None else None)
+
+    def wait(self) -> None:
+        """Block until nothing is left to do."""
+        self._jobs.join()
+
+    def check(self) -> None:
+        """Raise the first error of a job, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for all jobs, and end the thread."""
+        self.wait()
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # it belongs to whoever asks next
+                # The first one: those behind it mostly follow from it.
+                self._error = self._error or error
+            del job  # or an idle thread would keep a checkpoint
+            self._jobs.task_done()
+
+
 class AtomicCheckpointIO(_Base):
     """A Lightning ``CheckpointIO`` over :func:`save` and :func:`load`; remote paths are left to Lightning's own.
 
@@ -219,12 +270,19 @@ class AtomicCheckpointIO(_Base):
                 self.wait()
                 file.write(records, _reading(snapshot))
                 return
-            for record in loose:
-                record.storage = _copied(record.storage)
+            with plain_torch():
+                for record in loose:
+                    record.storage = record.storage.clone()  # type: ignore[union-attr]
             if self._writer is None:
                 self._writer = Writer()
             # From here on the writer closes file and snapshot, when it has written it.
-            self._writer.submit(partial(_write_and_close, file, records, snapshot, undo.pop_all()))
+            own = undo.pop_all()
+
+            def write() -> None:
+                with own:
+                    file.write(records, _reading(snapshot))
+
+            self._writer.submit(write)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file, once all that are to be written are complete: till then it may be the last complete one."""
@@ -256,19 +314,8 @@ class AtomicCheckpointIO(_Base):
             writer.check()
 
 
-def _copied(storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
-    assert storage is not None
-    with plain_torch():
-        return storage.clone()  # type: ignore[no-any-return, no-untyped-call]
-
-
 def _reading(snapshot: HostSnapshot) -> Reading:
     return lambda storage: snapshot.reading(storage) if snapshot.holds(storage) else nullcontext(storage)
-
-
-def _write_and_close(file: NewFile | FilePart, records: list[Record], snapshot: HostSnapshot, undo: ExitStack) -> None:
-    with undo:
-        file.write(records, _reading(snapshot))
 
 
 def local(path: str | Path) -> Path | None:

@@ -149,7 +149,7 @@ class Checkpoints(Planning, _Base):
         if ranks is None and not first:
             return
         with engine.at_rest():
-            snapshot = engine.snapshot(available_host_bytes() // (2 * self.num_processes))
+            snapshot = engine.host_copies.snapshot(available_host_bytes() // (2 * self.num_processes))
             begin: Any = partial(NewFile, path, checkpoint)
             if ranks is not None:
                 from lt_offload.strategy.checkpoint.several import FilePart

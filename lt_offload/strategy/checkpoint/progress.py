@@ -20,7 +20,9 @@ def moment(trainer: Any) -> Moment:
     fit_loop = trainer.fit_loop
     loop, batches, epochs = fit_loop.epoch_loop, fit_loop.epoch_loop.batch_progress, fit_loop.epoch_progress.current
     if trainer.state.fn == "fit" and trainer.validating:
-        return "validated" if _has_ended(loop.val_loop.batch_progress) else "validation running"
+        seen = loop.val_loop.batch_progress
+        over = seen.is_last_batch and seen.current.completed == seen.current.processed
+        return "validated" if over else "validation running"
     if batches.current.processed < batches.current.ready:  # an exception within the step
         return "broken off"
     if batches.current.completed < batches.current.processed:  # on_train_batch_end
@@ -100,10 +102,6 @@ def end_epoch(trainer: Any) -> None:
 def _forget(*loops: Any) -> None:
     for loop in loops:
         loop.on_iteration_done()
-
-
-def _has_ended(progress: Any) -> bool:
-    return bool(progress.is_last_batch and progress.current.completed == progress.current.processed)
 
 
 def _complete(progress: dict[str, Any]) -> None:

@@ -111,7 +111,8 @@ class ExactResume(_Base):
         elif self.random_states and (states := loaded["random"][trainer.global_rank]) is not None:
             _warn_of_workers(_loaders(trainer), trainer.current_epoch)
             _take_up_data(trainer, loaded["loaders"], midway=progress.is_midway(trainer))
-            _set_states(trainer, pl_module, states)
+            for name in random_state.restore(_generators(trainer, pl_module), states):
+                rank_zero_warn(f"the generator {name} is only in the checkpoint or only in this run; it stays as it is")
         progress.go_on(trainer, loaded["moment"])
         self._before_validation = states
 
@@ -155,7 +156,9 @@ class ExactResume(_Base):
             validating = moment == "validation running"
             # A validation that runs is done again, and has to draw what it drew: the states before it are what counts.
             states = self._before_validation if validating else _states(trainer, pl_module)
-        loaders = _take_out_loaders(trainer, checkpoint["loops"]["fit_loop"])
+        # Taken from the loops' states, where a stock Trainer would find no loader for them.
+        counts = checkpoint["loops"]["fit_loop"]["state_dict"]
+        loaders = [] if _mixed(trainer) else list(counts.pop("combined_loader", []))
         checkpoint[KEY] = {
             "moment": moment,
             "random": _of_all_processes(trainer, states),
@@ -188,7 +191,7 @@ class ExactResume(_Base):
         if saves:
             path = trainer.strategy.broadcast(_folders(trainer)[0] / FILE)
             trainer.save_checkpoint(path)
-            getattr(trainer.strategy, "finish_saves", _nothing)()
+            getattr(trainer.strategy, "finish_saves", lambda: None)()
             rank_zero_info(f"{number.name}: step {trainer.global_step} is saved in {path}")
         if trainer.world_size == 1:
             self._interrupts.pass_on()
@@ -197,10 +200,6 @@ class ExactResume(_Base):
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise import_module(f"{self.namespace}.utilities.exceptions").SIGTERMException(EXIT_CODES[number])
-
-
-def _nothing() -> None:
-    pass
 
 
 def add(trainer: Any, namespace: str) -> None:
@@ -230,11 +229,6 @@ def _of_all_processes(trainer: Any, states: dict[str, Any] | None) -> list[dict[
         trainer.strategy.barrier("of a checkpoint")  # without it, the next line hangs if a process does not come
         torch.distributed.all_gather_object(every, states)
     return every
-
-
-def _set_states(trainer: Any, pl_module: Any, states: dict[str, Any]) -> None:
-    for name in random_state.restore(_generators(trainer, pl_module), states):
-        rank_zero_warn(f"the generator {name} is only in the checkpoint or only in this run; it stays as it is")
 
 
 def _generators(trainer: Any, pl_module: Any) -> dict[str, Any]:
@@ -267,11 +261,6 @@ def _repeatable(trainer: Any) -> list[Repeatable]:
 def _mixed(trainer: Any) -> bool:
     """Return whether there are loaders that save their position themselves; Lightning then restores all together."""
     return any(hasattr(loader, "state_dict") and not isinstance(loader, Repeatable) for loader in _loaders(trainer))
-
-
-def _take_out_loaders(trainer: Any, loops: dict[str, Any]) -> list[Any]:
-    """Return the states of our loaders, taken from the loops', where a stock Trainer would find no loader for them."""
-    return [] if _mixed(trainer) else list(loops["state_dict"].pop("combined_loader", []))
 
 
 def _take_up_data(trainer: Any, states: list[Any], *, midway: bool) -> None:

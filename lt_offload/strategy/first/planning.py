@@ -9,12 +9,12 @@ watched, or that is to be planned for with a larger batch than its own, is run o
 from __future__ import annotations
 
 import gc
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,13 +23,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.distributed.merge import largest
 from lt_offload.errors import OffloadError, PlanError, UnsupportedError, because
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.installed import install
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.updates.window import CarriedWindow
 from lt_offload.execute.user_code.logits import LossInBlock
-from lt_offload.model.batch import Size
+from lt_offload.model.batch import Size, shape
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.optimizers import with_more
 from lt_offload.model.parts import check_micro_batches, extent
@@ -44,7 +45,6 @@ from lt_offload.schema.plan import PLAN_SCHEMA, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replay
 from lt_offload.strategy.batch_size import warn_of_change
-from lt_offload.strategy.first.growing import Carried, Growth
 from lt_offload.strategy.first.survey import FirstIteration, early_loss
 from lt_offload.strategy.replan import LEAST_S, Replanning, follow, planning
 from lt_offload.strategy.replay import Before
@@ -55,6 +55,50 @@ Measure = Callable[..., Profile]
 """A function of the parts of a batch, and perhaps of an optimizer other than the training's, that returns a profile."""
 _BUSY = 0.1
 """Scatter of measurements above which the user is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The state that an engine leaves for the engine of the next plan."""
+
+    window: CarriedWindow
+    memory: int
+    """Bytes of the device."""
+    plan: Plan
+    change: str
+    """The reason for another plan."""
+
+
+class Growth:
+    """The sizes of batches that there is room for: a step with each of them, or a larger one, was profiled."""
+
+    def __init__(self, sizes: Iterable[Size] = ()) -> None:
+        self.sizes = [*sizes]
+        """Profiled sizes; two of them need not cover a batch that is as long as the one and padded as the other."""
+
+    def add(self, size: Size, profile: Profile, before: Profile | None) -> Profile:
+        """Return the profile to plan for, with room for all batches so far.
+
+        ``before`` is the one that was planned for until now, perhaps in an earlier run.
+        """
+        kinds = [one and (one.fingerprint, one.parts, one.tile_tokens) for one in (before, profile)]
+        if not self.sizes or before is None or kinds[0] != kinds[1]:
+            self.sizes = [size]
+            return profile
+        self.sizes.append(size)
+        return largest([before, profile])
+
+    def outgrown(self, plan: Plan, batch: object, padded: bool | None = None) -> str | None:
+        """Return the reason why ``plan`` may have no room for ``batch``; None if it should have."""
+        size, predicted = Size.of(batch, padded), plan.predicted
+        ratio = min((known.ratio(size) for known in self.sizes), default=1.0)
+        if ratio <= 1 or (
+            math.isfinite(ratio)
+            and predicted.device_peak_bytes * ratio <= plan.budget_bytes
+            and predicted.host_peak_bytes * ratio <= plan.host_budget_bytes
+        ):
+            return None
+        return f"a batch of {shape(batch)} comes, and none as large was planned for"
 
 
 def settings_of(options: Mapping[str, Any]) -> Settings:
@@ -147,6 +191,18 @@ class Planning(Processes):
     def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
         """Return the size of the batch to plan for, and a function that measures a step with it on trial."""
 
+    def profiled(self, batch: Any, parts: int, optimizer: Optimizer, known: Mapping[str, Any], **how: Any) -> Profile:
+        """Return the profile of a step with ``batch`` in so many ``parts``, run on trial.
+
+        ``known``: earlier measurements of the machine. ``how``: further arguments of :func:`lt_offload.profile`.
+        """
+        from lt_offload.profiling.measure import profile
+
+        device = self.root_device
+        loss = partial(early_loss, tokens=math.prod(extent(batch)), budget=self._budget, device=device)
+        options = {"optimizer": optimizer, "micro_batches": parts, "loss": loss, **known, **how}
+        return profile(self._module, batch, device=device, **options)
+
     def _goes_on(self) -> None:
         """Be in the iteration of the step that was watched; the plan's engine has taken over."""
 
@@ -155,8 +211,16 @@ class Planning(Processes):
         self.show(f"offmate: {sentence}")
 
     @property
+    def present(self) -> Engine:
+        """The engine that is installed."""
+        assert self.engine is not None
+        return self.engine
+
+    @property
     def _budget(self) -> int:
-        return self.settings.device.resolved(lambda: self.part_of_memory(free_memory(self.root_device)))
+        # Emulated devices of a machine share its RAM.
+        parts = self.num_processes if self.root_device.type == "cpu" else 1
+        return self.settings.device.resolved(lambda: free_memory(self.root_device) // parts)
 
     def _structure(self) -> Structure:
         """Return the candidates for the model's blocks, or the blocks themselves once a step has called them."""
@@ -199,13 +263,12 @@ class Planning(Processes):
 
     def _give_up(self, plan: Plan, change: str) -> None:
         """Leave the engine of ``plan`` between two passes, and keep what the next one needs to go on."""
-        assert self.engine is not None
         replay.check_no_plan(self.plan_path, change)
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=[self._optimizer]))
         # The budget of the run, and not what is free now, part of which this run has given back itself.
-        memory = self.engine.device.budget
+        memory = self.present.device.budget
         self.say(f"{change}: the run is planned again")
-        self.engine.handover.take_in()
+        self.present.handover.take_in()
         window = self._leave()
         for param, gradient in window.rest.items():
             param.grad = gradient
@@ -214,8 +277,7 @@ class Planning(Processes):
 
     def _leave(self) -> CarriedWindow:
         """Close the engine, and return the window that another one goes on with."""
-        assert self.engine is not None
-        window = self.engine.handover.leave_window(self._optimizer)
+        window = self.present.handover.leave_window(self._optimizer)
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         return window
@@ -235,15 +297,13 @@ class Planning(Processes):
             gc.collect()
         self.run_before.warn_of_frozen(self._module)
         budget = min(self.together(lambda: self._budget)) if self._carried is None else self._carried.memory
-        return self.profile or self._known_machine(), budget
-
-    def _known_machine(self) -> Profile | None:
-        """Return the profile of the run that this one continues, if it holds for all processes."""
-        # Measuring the machine anew would take RAM that the states of a resumed run have by now.
+        if self.profile is not None:
+            return self.profile, budget
+        # That of the run that this one continues, if it holds for all processes: measuring the machine anew would take
+        # RAM that the states of a resumed run have by now.
         before, machines = self.run_before, {"processes": self.num_processes, "machines": self.num_nodes}
         each = self.together(lambda: before.measured(self.root_device, **machines))
-        # The first one's, as the profile that all have then is.
-        return each[0] if None not in each else None
+        return each[0] if None not in each else None, budget
 
     # -- the step that shows what to plan ----------------------------------------------------------------------------
 
@@ -274,7 +334,7 @@ class Planning(Processes):
     def _watch(self) -> FirstIteration:
         """Be ready for a step without a plan, whose hooks before it have all been called by now."""
         assert self._first is not None
-        tokens = prod(extent(self._first[0]))
+        tokens = math.prod(extent(self._first[0]))
         known, budget = self._ready()
         structure = self._structure()
         parts, loss = self._order_of_sums(structure, tokens, budget)
@@ -324,10 +384,9 @@ class Planning(Processes):
             return self.growth.add(self._coming, profile, known) if optimizer is None else profile
 
         self._plan_by(measured, known, first.device.budget)
-        assert self.engine is not None
         self._goes_on()
-        first.planned(self.engine.passes)
-        return self.engine.passes
+        first.planned(self.present.passes)
+        return self.present.passes
 
     def _plan_unreached(self) -> None:
         """Plan for a step whose backward is over and has come to no block, as where all of them are frozen."""
@@ -345,8 +404,7 @@ class Planning(Processes):
             self._begin()
         self._watched, self.run_before = None, Before()
         if carried is not None:
-            assert self.engine is not None
-            self.engine.handover.enter_window(carried.window)
+            self.present.handover.enter_window(carried.window)
 
     def _choose_plan(self, measure: Measure, known: Profile | None, budget: int) -> None:
         """Measure a training step and make its plan, or take the saved one."""
@@ -462,7 +520,7 @@ class Planning(Processes):
     def _begin_step(self) -> None:
         """Begin the optimizer's step, for which there may be an engine by now; refuses sums that nobody has planned."""
         if self.plan is not None and self.engine is not None:
-            self.engine.passes.begin_step()
+            self.engine.passes.step.begin()
         elif self._carried is not None and self._carried.window.added:
             raise UnsupportedError(
                 f"{self._carried.change} after {self._carried.window.added} micro-batches, and no training_step of the "

@@ -11,9 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
-from math import prod
 from typing import Any
 
 import torch
@@ -26,10 +24,8 @@ from lt_offload.compat.lightning import before_transfer, data_source, training_m
 from lt_offload.errors import ConfigError
 from lt_offload.machine.forked import in_a_fork
 from lt_offload.model.batch import Size
-from lt_offload.model.parts import extent
 from lt_offload.model.snapshot import untouched as kept
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy.first.survey import early_loss
 
 BATCH_METHODS = ("worst_case_batch", "sample_batch")
 """Methods of the module or the datamodule that may return the batch to plan for, best the largest that will come."""
@@ -145,26 +141,19 @@ def measure(
 
     ``known`` are earlier measurements of the machine, as arguments of :func:`lt_offload.profile`.
     """
-    from lt_offload.profiling.measure import profile
-
     module, strategy = trainer.lightning_module, trainer.strategy
     modes = training_modes(trainer)
     with untouched(trainer), ExitStack() as stack:
         for name, part in module.named_modules():  # while validation is checked, dropout holds nothing
             stack.callback(setattr, part, "training", part.training)
             part.training = modes.get(name, part.training)
-        measured = profile(
-            module,
+        measured: Profile = strategy.profiled(
             # A copy, as the step may write to it, and this batch may be measured again.
             _moved(trainer, copy.deepcopy(sample.batch), strategy.root_device),
-            optimizer=optimizer,
-            device=strategy.root_device,
+            micro_batches,
+            optimizer,
+            known,
             blocks=strategy.blocks,
-            micro_batches=micro_batches,
-            loss=partial(
-                early_loss, tokens=prod(extent(sample.batch)), budget=strategy._budget, device=strategy.root_device
-            ),
-            **known,
             run=lambda batch: _step(strategy, batch, sample.index),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
         )

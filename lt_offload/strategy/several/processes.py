@@ -329,14 +329,6 @@ class Processes:
             machine = replace(machine, network_bytes_per_s=speed, network_s=hop)
         return replace(profile, hardware=machine)
 
-    def part_of_memory(self, free: int) -> int:
-        """Return this process's part of ``free`` device memory: emulated devices of a machine share its RAM."""
-        return free // self.num_processes if self.is_distributed and self.root_device.type == "cpu" else free
-
-    def part_of_ram(self, named: int | None) -> int | None:
-        """Return this process's part of the RAM that the run may take, as it was ``named``."""
-        return None if named is None else named // self.num_processes
-
     def divide(self, loss: Tensor) -> None:
         """Let gradients of ``loss`` be divided by the number of processes, where one process that adds up does it."""
         count = self.world_size

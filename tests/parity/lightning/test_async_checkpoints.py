@@ -25,7 +25,7 @@ from lt_offload.execute import installed
 from lt_offload.execute.memory import snapshots
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy.checkpoint import archive, files, hooks
-from lt_offload.strategy.checkpoint.writer import Writer
+from lt_offload.strategy.checkpoint.files import Writer
 from tests import sampling
 from tests.support.hostile.device import HostileDevice
 from tests.support.profiles import budgets

@@ -23,7 +23,7 @@ from lt_offload.plan import BatchChoice, Choices, Settings, make_plan
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import batch_size
-from lt_offload.strategy.first import sample
+from lt_offload.strategy.first import planning, sample
 from tests.support import tiny
 from tests.support.trainers import BATCHES, Module, Run, Tokens, differences, fit, seeded_module, trainer
 
@@ -115,7 +115,7 @@ def test_a_run_in_parts_and_micro_batches(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_measured_step_in_the_memory_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU whose memory all logits would not fit in, the loss is measured as plans compute it."""
-    monkeypatch.setattr(sample, "early_loss", lambda structure, **others: LossInBlock.early(structure, 0))
+    monkeypatch.setattr(planning, "early_loss", lambda structure, **others: LossInBlock.early(structure, 0))
     run = fit(auto(max_batch_size=2), scheduled(dropout=0.1), max_epochs=1)
     size, profile = size_of(run), run.trainer.strategy.profile
     assert [option.name for option in profile.blocks[-1].options] == ["fused"]

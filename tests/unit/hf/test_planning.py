@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lt_offload.model.batch import Size
-from lt_offload.strategy.first.growing import Growth
+from lt_offload.strategy.first.planning import Growth
 from tests.support.samples import make_plan, make_profile
 
 
@@ -20,7 +20,7 @@ def test_a_plan_is_for_the_most_of_all_batches_that_have_shown_something() -> No
     assert (found.shared_bytes, found.slack_bytes) == (7, profile.slack_bytes + 3)
     sizes = iter([long, padded, both])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lt_offload.strategy.first.growing.shape", lambda batch: "one")
+        patch.setattr("lt_offload.strategy.first.planning.shape", lambda batch: "one")
         patch.setattr(Size, "of", lambda batch, padded: next(sizes))
         assert [growth.outgrown(plan, None) is None for _ in range(3)] == [True, True, False]
     other = replace(profile, tensors=profile.tensors[:-1])

@@ -103,7 +103,7 @@ def test_rows_that_nobody_gave_are_zero(given: Tensor) -> None:
     ],
 )
 def test_outputs_that_cannot_be_put_together(outs: tuple[Any, Any], words: str) -> None:
-    outputs = Outputs(Cutter("layer", 2), [2, 1])
+    outputs = Outputs([2, 1], Cutter("layer", 2))
     outputs_of_both = partial(list, (outputs.put(part, out) for part, out in enumerate(outs)))
     with pytest.raises(UnsupportedError, match=words):
         outputs_of_both()

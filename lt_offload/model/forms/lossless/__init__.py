@@ -64,7 +64,7 @@ def close(weight: Tensor, *, room: float | None = None, larger: bool = False) ->
                     f"and room for {escapes:,}: leave it as it is"
                 )
             closed = _filled(closed, escapes)
-    before, after = 2 * weight.numel(), _bytes(closed)
+    before, after = 2 * weight.numel(), sum(piece.nbytes for piece in closed)
     if after >= before and not larger:
         raise ValueError(
             f"a weight of shape {tuple(weight.shape)} would take {after:,} bytes in the lossless form and takes "
@@ -122,10 +122,6 @@ def stack(weights: Sequence[tuple[Tensor, ...]]) -> Closed:
 
 def _filled(closed: Closed, escapes: int) -> Closed:
     return closed._replace(escapes=functional.pad(closed.escapes, (0, max(1, escapes) - len(closed.escapes))))
-
-
-def _bytes(closed: Closed) -> int:
-    return sum(piece.nbytes for piece in closed)
 
 
 # An operation of torch's, so that whoever watches what runs sees one, whatever carries it out.

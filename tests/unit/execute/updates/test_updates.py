@@ -64,7 +64,7 @@ class Twins:
         for part in (slice(0, 3), slice(3, 5)):
             if place == "host":
                 with torch.no_grad():
-                    self.updates.prepare(self.weights[part], "host", grads[part])()
+                    self.updates.prepare(self.weights[part], grads[part])()
             else:
                 for weight in self.weights[part]:
                     weight.view = weight.host  # what belongs to no group is updated where it is
@@ -104,7 +104,7 @@ def test_options_are_those_of_the_moment_when_an_update_is_queued(make: Make, fr
     grads = [torch.ones_like(param) for param in twins.ours]
     for param, grad in zip(twins.plain, grads, strict=True):
         param.grad = grad.clone()
-    prepare = partial(twins.updates.prepare, twins.weights, "host", grads)
+    prepare = partial(twins.updates.prepare, twins.weights, grads)
     queued = twins.updates.freeze() if frozen else prepare()
     twins.optimizer.step()
     for optimizer in (twins.optimizer, twins.other):
