@@ -7,6 +7,7 @@ its sequences that were used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice, repeat
@@ -169,10 +170,28 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
 
     def begin(self) -> None:
         """Begin an epoch: at the loaded position, if there is one and its epoch had not ended."""
-        # A checkpoint at the end of an epoch has a position, too: the next epoch begins at its own beginning.
-        if self.count is not None and not (self._resume and self._rounds(self._left)):
-            self.position = _position(self.position["epoch"] + self._counts, 0, self.first, 0)
+        self.position = self._beginning()
         self._resume = False
+
+    def _beginning(self) -> Position:
+        # A checkpoint at the end of an epoch has a position, too: the next epoch begins at its own beginning.
+        if self.count is None or (self._resume and self._rounds(self._left)):
+            return self.position
+        return _position(self.position["epoch"] + self._counts, 0, self.first, 0)
+
+    def coming(self, trainer: Any, lengths: Integers) -> Iterator[Integers]:
+        """Yield the numbers of the sequences, of these ``lengths``, that ``trainer`` may take of each epoch to come."""
+        position, size, each = self._beginning(), self.batch_size * self.share.of, trainer.num_training_batches
+        used = position["used"]
+        # Lightning counts the batches of an epoch in the middle of which a run goes on.
+        here = (each - (trainer.fit_loop.epoch_loop.batch_progress.current.ready if used else 0)) or each
+        left = batches_of(trainer, done=trainer.global_step) if trainer.max_steps > 0 else math.inf
+        epochs = None if trainer.max_epochs in (None, -1) else max(trainer.max_epochs - trainer.current_epoch, 1)
+        for epoch in islice(count(position["epoch"]), epochs):
+            yield self._order(lengths, epoch, 0)[used : used + int(min(here, left)) * size]
+            left, here, used = left - here, each, 0
+            if left <= 0:
+                return
 
     def take(self, item: tuple[Position, Any]) -> None:
         """Note that training has taken ``item``."""
@@ -408,10 +427,10 @@ def check_end(trainer: Any) -> None:
         raise ConfigError("data.streaming=true has no end; set trainer.max_steps")
 
 
-def batches_of(trainer: Any) -> int:
-    """Return the number of batches that ``trainer`` takes for all of its steps."""
+def batches_of(trainer: Any, *, done: int = 0) -> int:
+    """Return the number of batches that ``trainer`` takes for all of its steps but those that are ``done``."""
     # The largest number that a callback will set: too many batches are no matter, as steps end the run, too few are.
     factors = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:
         factors += getattr(callback, "scheduling", {}).values()
-    return int(max(trainer.max_steps, 1) * max(factors))
+    return int(max(trainer.max_steps - done, 1) * max(factors))
