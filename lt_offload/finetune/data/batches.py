@@ -197,12 +197,13 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
         """Note that training has taken ``item``."""
         self.position = item[0]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the settings that the order depends on."""
+    def state_dict(self, *, over: bool = False) -> dict[str, Any]:
+        """Return the position, and the settings that the order depends on; ``over``: the epoch ends here."""
         position = self.position
-        if self.count is not None and not self._rounds(self._left):
+        over = over or not self._rounds(self._left)
+        if self.count is not None and over:
             position = position | {"used": self.count}  # rows that are left out in one epoch are not for a later run
-        done = len(self) - self._rounds(self._left)
+        done = len(self) - (0 if over else self._rounds(self._left))
         return position | {"batches": done, "processes": self.share.of, "depends_on": self._depends_on}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -349,11 +350,18 @@ class ResumableLoader:
     own into one where there are several processes.
 
     With the ``sizes`` of updates their tokens are counted. ``length`` is the number of batches that Lightning shall
-    take for an epoch of an order that has no end; the next one goes on there.
+    take for an epoch of an order that has no end; the next one goes on there. ``over`` says whether Lightning's epoch
+    ends here, whatever sequences are left of it.
     """
 
     def __init__(
-        self, order: Batches, *, num_workers: int = 0, sizes: Sizes | None = None, length: int | None = None
+        self,
+        order: Batches,
+        *,
+        num_workers: int = 0,
+        sizes: Sizes | None = None,
+        length: int | None = None,
+        over: Callable[[], bool] = lambda: False,
     ) -> None:
         # A generator of its own: making an iterator draws from it, and would change the dropout masks that follow.
         self.generator = torch.Generator()
@@ -362,6 +370,7 @@ class ResumableLoader:
             order, batch_size=None, collate_fn=unchanged, num_workers=num_workers, generator=self.generator
         )
         self._sizes = sizes
+        self._over = over
         self._length = len(order) if length is None else length
 
     def __len__(self) -> int:
@@ -394,7 +403,7 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order."""
-        return self.batch_sampler.state_dict()
+        return self.batch_sampler.state_dict(over=self._over())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position in the training order."""
@@ -425,6 +434,13 @@ def check_end(trainer: Any) -> None:
     """Raise ``ConfigError`` if ``trainer`` would never stop: streamed data begin again after their last row."""
     if trainer.max_steps == -1:
         raise ConfigError("data.streaming=true has no end; set trainer.max_steps")
+
+
+def epoch_is_over(trainer: Any) -> bool:
+    """Return whether ``trainer`` has taken all batches of its epoch, of which ``limit_train_batches`` may be few."""
+    return (
+        trainer is not None and trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
+    )
 
 
 def batches_of(trainer: Any, *, done: int = 0) -> int:

@@ -29,6 +29,7 @@ from lt_offload.finetune.data.batches import (
     Stretches,
     batches_of,
     check_end,
+    epoch_is_over,
     held_out,
     padded_width,
     shuffled,
@@ -471,7 +472,8 @@ class FineTuneData(_DataSettings, LightningDataModule):
             silent=share.of > 1 and sizes is not None,  # a mean over each batch needs a loss in it
             settings=settings,
         )
-        return ResumableLoader(order, num_workers=self.num_workers, sizes=sizes)
+        over = partial(epoch_is_over, self.trainer)
+        return ResumableLoader(order, num_workers=self.num_workers, sizes=sizes, over=over)
 
     def _stream_loader(self) -> ResumableLoader:
         settings = {"max_length": self.max_length, "pack": self.pack, "stream_buffer": self.stream_buffer}
