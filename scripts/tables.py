@@ -72,6 +72,7 @@ def pages(root: Path) -> dict[Path, str]:
     results, gpu = read(root / "results"), read(root / "results/gpu").get("gpu", [])
     blocks = {
         "README.md": {"numbers": figures.headline(results)},
+        "docs/faq.md": {"fp16": breadth_tables.fp16(results.get("fp16", []))},
         "docs/gpu.md": {"bench": bench(results.get("bench", [])), "budgets": figures.budgets(gpu)},
         "docs/limits.md": {
             "limits": refusals(),

@@ -7,7 +7,10 @@ pair, so that a training step has one forward, which is what a plan is made for.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -124,9 +127,14 @@ def add_references(trainer: Any) -> None:
     data: FineTuneData = trainer.datamodule
     reference = data.reference
     assert reference is not None
-    count = 0
-    for number, (pairs, own, batch) in enumerate(data.unknown_pairs(), start=1):
-        status(f"the model's own log-probabilities of the pairs, before the training: batch {number}")
+    count, steps, start = 0, data.unknown_pairs(), time.monotonic()
+    for number, pairs in enumerate(steps):
+        # The first batch may show what to plan, and takes longer than all others.
+        start = time.monotonic() if number == 1 else start
+        eta = timedelta(seconds=math.ceil((time.monotonic() - start) / max(number - 1, 1) * (len(steps) - number)))
+        left = f", eta {eta}" if number > 1 else ""
+        status(f"references of the pairs, before the training: batch {number + 1:,} of {len(steps):,}{left}")
+        own, batch = data.share_of_pairs(pairs)
         # As a step of the strategy, which knows where the model is and what memory there is for it.
         known = trainer.strategy.predict_step(trainer.strategy.batch_to_device(batch), 0)
         sums = torch.zeros(len(pairs), 3)

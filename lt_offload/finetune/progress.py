@@ -151,7 +151,8 @@ class ProgressLine(ProgressBar):
         step, total = trainer.global_step, self._total
         parts = [f"step {step}" if total is None else f"step {step}/{total}"]
         if self._losses:
-            parts.append(f"loss {sum(self._losses) / len(self._losses):.4f}")
+            of = f" (mean of {len(self._losses)})" if len(self._losses) > 1 else ""
+            parts.append(f"loss {sum(self._losses) / len(self._losses):.4f}{of}")
         if self._step_seconds and total is not None and step < total:
             parts.append(f"eta {timedelta(seconds=math.ceil(median(self._step_seconds) * (total - step)))}")
         if self._tokens_per_s:

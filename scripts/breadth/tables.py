@@ -78,5 +78,32 @@ def muon(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*rows, "", f"{made}; reports of September 2026, not run here."])
 
 
+SCALED = {
+    "by_lightning": 'Lightning, recipes: `precision="16-mixed"`',
+    "by_trainer": "HF Trainer: `fp16=True`",
+    "by_accelerate": 'accelerate: `mixed_precision="fp16"`',
+    "in_own_loop": "own loop: `GradScaler`",
+}
+"""The libraries of ``fp16.py``, and what is set there."""
+
+
+def fp16(results: Sequence[dict[str, Any]]) -> str:
+    """Return in how many budgets fp16 with a scaled loss is equal to plain training, by library and case."""
+    if not results:
+        return ""
+    [result] = results
+    libraries = {row["library"]: row["rows"] for row in result["figures"]["rows"]}
+    cases = [case["case"] for case in libraries["by_lightning"]]
+    rows = [f"| budgets equal to plain training | {' | '.join(cases)} |", "|---" * (1 + len(cases)) + "|"]
+    for library, said in SCALED.items():
+        runs = [case["runs"] for case in libraries[library]]
+        equal = [f"{sum(run['outcome'] == 'equal' for run in each)} of {len(each)}" for each in runs]
+        rows.append(f"| {said} | {' | '.join(equal)} |")
+    skipped = "/".join(map(str, sorted({case["skipped"] for each in libraries.values() for case in each})))
+    made = f"`python -m scripts.breadth.fp16`; {origins(results)}"
+    scope = f"Losses, weights, states, scales, skipped steps ({skipped} in each run)"
+    return "\n".join([*rows, "", f"{scope}: {made}; HF and accelerate on a fake GPU."])
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)

@@ -85,6 +85,26 @@ class OwnLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Scaled(Trainer):
+    """Scales the loss so that every second step is left out, beginning with the first."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Give the accelerator that scaler."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cuda", 2.0**30, 2.0**14, 2.0**-14, growth_interval=1)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on a micro-batch, and log the scale."""
+        loss = super().training_step(*args, **kwargs)
+        self.log({"scale": self.accelerator.scaler.get_scale()})
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what can be compared."""
+        logs = {name: str(value) if value != value else value for name, value in logs.items()}  # NaN equals nothing
+        super().log(logs, *args, **kwargs)
+
+
 class OwnStep(Trainer):
     """Reads and edits gradients at the end of its training step."""
 

@@ -7,6 +7,7 @@ its sequences that were used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice, repeat
@@ -169,21 +170,40 @@ class Batches(IterableDataset[tuple[Position, Batch]]):
 
     def begin(self) -> None:
         """Begin an epoch: at the loaded position, if there is one and its epoch had not ended."""
-        # A checkpoint at the end of an epoch has a position, too: the next epoch begins at its own beginning.
-        if self.count is not None and not (self._resume and self._rounds(self._left)):
-            self.position = _position(self.position["epoch"] + self._counts, 0, self.first, 0)
+        self.position = self._beginning()
         self._resume = False
+
+    def _beginning(self) -> Position:
+        # A checkpoint at the end of an epoch has a position, too: the next epoch begins at its own beginning.
+        if self.count is None or (self._resume and self._rounds(self._left)):
+            return self.position
+        return _position(self.position["epoch"] + self._counts, 0, self.first, 0)
+
+    def coming(self, trainer: Any, lengths: Integers) -> Iterator[Integers]:
+        """Yield the numbers of the sequences, of these ``lengths``, that ``trainer`` may take of each epoch to come."""
+        position, size, each = self._beginning(), self.batch_size * self.share.of, trainer.num_training_batches
+        used = position["used"]
+        # Lightning counts the batches of an epoch in the middle of which a run goes on.
+        here = (each - (trainer.fit_loop.epoch_loop.batch_progress.current.ready if used else 0)) or each
+        left = batches_of(trainer, done=trainer.global_step) if trainer.max_steps > 0 else math.inf
+        epochs = None if trainer.max_epochs in (None, -1) else max(trainer.max_epochs - trainer.current_epoch, 1)
+        for epoch in islice(count(position["epoch"]), epochs):
+            yield self._order(lengths, epoch, 0)[used : used + int(min(here, left)) * size]
+            left, here, used = left - here, each, 0
+            if left <= 0:
+                return
 
     def take(self, item: tuple[Position, Any]) -> None:
         """Note that training has taken ``item``."""
         self.position = item[0]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the settings that the order depends on."""
+    def state_dict(self, *, over: bool = False) -> dict[str, Any]:
+        """Return the position, and the settings that the order depends on; ``over``: the epoch ends here."""
         position = self.position
-        if self.count is not None and not self._rounds(self._left):
+        over = over or not self._rounds(self._left)
+        if self.count is not None and over:
             position = position | {"used": self.count}  # rows that are left out in one epoch are not for a later run
-        done = len(self) - self._rounds(self._left)
+        done = len(self) - (0 if over else self._rounds(self._left))
         return position | {"batches": done, "processes": self.share.of, "depends_on": self._depends_on}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -330,11 +350,18 @@ class ResumableLoader:
     own into one where there are several processes.
 
     With the ``sizes`` of updates their tokens are counted. ``length`` is the number of batches that Lightning shall
-    take for an epoch of an order that has no end; the next one goes on there.
+    take for an epoch of an order that has no end; the next one goes on there. ``over`` says whether Lightning's epoch
+    ends here, whatever sequences are left of it.
     """
 
     def __init__(
-        self, order: Batches, *, num_workers: int = 0, sizes: Sizes | None = None, length: int | None = None
+        self,
+        order: Batches,
+        *,
+        num_workers: int = 0,
+        sizes: Sizes | None = None,
+        length: int | None = None,
+        over: Callable[[], bool] = lambda: False,
     ) -> None:
         # A generator of its own: making an iterator draws from it, and would change the dropout masks that follow.
         self.generator = torch.Generator()
@@ -343,6 +370,7 @@ class ResumableLoader:
             order, batch_size=None, collate_fn=unchanged, num_workers=num_workers, generator=self.generator
         )
         self._sizes = sizes
+        self._over = over
         self._length = len(order) if length is None else length
 
     def __len__(self) -> int:
@@ -375,7 +403,7 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order."""
-        return self.batch_sampler.state_dict()
+        return self.batch_sampler.state_dict(over=self._over())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position in the training order."""
@@ -408,10 +436,17 @@ def check_end(trainer: Any) -> None:
         raise ConfigError("data.streaming=true has no end; set trainer.max_steps")
 
 
-def batches_of(trainer: Any) -> int:
-    """Return the number of batches that ``trainer`` takes for all of its steps."""
+def epoch_is_over(trainer: Any) -> bool:
+    """Return whether ``trainer`` has taken all batches of its epoch, of which ``limit_train_batches`` may be few."""
+    return (
+        trainer is not None and trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
+    )
+
+
+def batches_of(trainer: Any, *, done: int = 0) -> int:
+    """Return the number of batches that ``trainer`` takes for all of its steps but those that are ``done``."""
     # The largest number that a callback will set: too many batches are no matter, as steps end the run, too few are.
     factors = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:
         factors += getattr(callback, "scheduling", {}).values()
-    return int(max(trainer.max_steps, 1) * max(factors))
+    return int(max(trainer.max_steps - done, 1) * max(factors))

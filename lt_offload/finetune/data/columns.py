@@ -32,6 +32,8 @@ _OF_MESSAGES = ("role", "content")
 """Roles of the keys of a message, not of columns."""
 _PAIR = ("question", "query", "problem", "input", "instruction", "prompt"), ("answer", "response", "reply", "solution")
 """Usual names of columns that are no format's, of questions and of their answers, for a hint."""
+_NEAR = 0.4
+"""Least likeness of a column's name that is shown for a missing role: ``chosen_response`` is one of ``chosen``."""
 _OF_COLUMNS = tuple(dict.fromkeys(role for roles in _ALL.values() for role in roles))
 ROLES = (*_OF_COLUMNS, *_OF_MESSAGES)
 
@@ -143,12 +145,18 @@ def find_columns(
             f"{where} has no columns of a known format, it has {has}; formats need {needs}. Say which column is which, "
             f"for example --data.columns '{{{pair}}}'"
         )
-    missing = next(role for role in NEEDED[choice] if role not in by_role)
-    if missing in names:  # it has another role
-        raise ConfigError(f"data.columns: {missing} has no column, as {missing!r} is named for another role; name one")
+    lacking = [role for role in NEEDED[choice] if role not in by_role]
+    if lacking[0] in names:  # it has another role
+        raise ConfigError(
+            f"data.columns: {lacking[0]} has no column, as {lacking[0]!r} is named for another role; name one"
+        )
+    left = [name for name in names if name not in by_role.values()] or [example]
+    nearest_ones = {role: (nearest(role, left, cutoff=_NEAR, most=1) or left)[0] for role in lacking}
     raise ConfigError(
-        f"{where} has no column {missing!r}, it has {has}; choose data.format=auto, or name the column with "
-        f"--data.columns '{{{missing}: {example}}}'"
+        f"{where} has no column {' and no column '.join(map(repr, lacking))}, it has {has}; "
+        f"{'' if choice == 'preference' else 'choose data.format=auto, or '}name the column"
+        f"{'s' if len(lacking) > 1 else ''} with --data.columns "
+        f"'{{{', '.join(f'{role}: {name}' for role, name in nearest_ones.items())}}}'"
     )
 
 

@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,8 @@ class Examples:
     """
 
     sources: Sequence[Source]
-    encoder: Encoder
+    make_encoder: Callable[[], Encoder]
+    """Called when the columns are known: loading a tokenizer may mean to convert a model."""
     format: FormatChoice
     columns: Mapping[str, str]
     skip_bad_rows: bool = False
@@ -73,6 +74,11 @@ class Examples:
     """Prints one line for the user."""
     bad: int = 0
     """Rows left out so far, in the last iteration."""
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The converter of rows."""
+        return self.make_encoder()
 
     def documents(self) -> Documents:
         """Return the examples; raises ``ConfigError`` as iteration does."""

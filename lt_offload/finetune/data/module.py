@@ -29,6 +29,7 @@ from lt_offload.finetune.data.batches import (
     Stretches,
     batches_of,
     check_end,
+    epoch_is_over,
     held_out,
     padded_width,
     shuffled,
@@ -304,7 +305,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
         """Return the tokenised rows of a setting; of no sources if there are none for validation."""
         return Examples(
             sources=self._sources(name),
-            encoder=self.encoder,
+            make_encoder=lambda: self.encoder,
             format=self.format,
             columns=self.columns or {},
             skip_bad_rows=self.skip_bad_rows,
@@ -471,7 +472,8 @@ class FineTuneData(_DataSettings, LightningDataModule):
             silent=share.of > 1 and sizes is not None,  # a mean over each batch needs a loss in it
             settings=settings,
         )
-        return ResumableLoader(order, num_workers=self.num_workers, sizes=sizes)
+        over = partial(epoch_is_over, self.trainer)
+        return ResumableLoader(order, num_workers=self.num_workers, sizes=sizes, over=over)
 
     def _stream_loader(self) -> ResumableLoader:
         settings = {"max_length": self.max_length, "pack": self.pack, "stream_buffer": self.stream_buffer}
@@ -525,22 +527,30 @@ class FineTuneData(_DataSettings, LightningDataModule):
         """Log-probabilities of the answers of the training pairs, ``[pairs, 2]``, NaN if not known; None: no pairs."""
         return None if self._train is None else self._train.reference
 
-    def unknown_pairs(self) -> Iterator[tuple[Integers, slice, Batch]]:
-        """Yield the pairs without a reference that training will come to: the numbers of a step's pairs, and a batch.
+    def unknown_pairs(self) -> list[Integers]:
+        """Return the numbers of the pairs without a reference that training may come to, with those beside them.
 
-        The batch is of this process, of that part of the numbers. They come in the order of the first epoch.
+        Each item is a step of the first epoch, so that a reference has the same bits whatever else is trained.
         """
-        assert self._train is not None and self.trainer is not None, "setup() comes first"
-        size, share, reference = self.batch_size, share_of(self.trainer), self._train.reference
-        assert reference is not None
-        order = shuffled(self._train.lengths, size if self.group_by_length else None, (self.seed, 0, 0))
-        steps = np.split(order, range(size * share.of, len(order), size * share.of))
-        if self.trainer.max_steps > 0 and self.trainer.num_training_batches >= len(order) // (size * share.of):
-            steps = steps[: batches_of(self.trainer)]
-        for numbers in (each for each in steps if reference[each].isnan().any()):
-            own = slice(share.first * size, (share.first + 1) * size)
-            own = own if len(numbers[own]) else slice(size)
-            yield numbers, own, self._collate([self._train[int(number)] for number in numbers[own]])
+        assert self._train is not None and self._loader is not None and self.reference is not None, (
+            "setup() comes first"
+        )
+        size, lengths = self.batch_size * share_of(self.trainer).of, self._train.lengths
+        unknown, due = self.reference.isnan().any(1).numpy(), np.zeros(len(lengths), bool)
+        for numbers in self._loader.batch_sampler.coming(self.trainer, lengths):
+            due[numbers] = unknown[numbers]
+            if due[unknown].all():
+                break
+        order = shuffled(lengths, self.batch_size if self.group_by_length else None, (self.seed, 0, 0))
+        return [step for step in np.split(order, range(size, len(order), size)) if due[step].any()]
+
+    def share_of_pairs(self, numbers: Integers) -> tuple[slice, Batch]:
+        """Return the part of this process of the ``numbers`` of a step's pairs, and its batch."""
+        assert self._train is not None, "setup() comes first"
+        size, first = self.batch_size, share_of(self.trainer).first
+        own = slice(first * size, (first + 1) * size)
+        own = own if len(numbers[own]) else slice(size)
+        return own, self._collate([self._train[int(number)] for number in numbers[own]])
 
     def worst_case_batch(self) -> Batch:
         """Return the largest batch that can come, for which a plan must have room. The tokens are arbitrary."""

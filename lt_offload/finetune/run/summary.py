@@ -214,7 +214,8 @@ class RunSummary(Callback):
         if self.losses:  # also of a run without a logger
             ends = [self.losses[0], *self.losses[1:][-1:]]
             facts = {name: text for name, text in facts.items() if name not in _OF_ENDS}
-            facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in ends)
+            only_before = " (before training; none since)" if self.losses[-1][0] == 0 else ""
+            facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in ends) + only_before
         if several(trainer):
             facts["processes"] = f"{trainer.world_size}; tokens are those of all, times and memory those of the first"
             if self.processes:

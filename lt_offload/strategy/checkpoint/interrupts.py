@@ -53,7 +53,8 @@ class Interrupts:
             self.received = signal.Signals(number)
             what = "again" if number == signal.SIGINT else "Ctrl-C"
             # not print: this may run in the middle of another write to the same stream
-            text = f"\n{self.received.name}: a checkpoint follows when this iteration has ended; {what} stops at once\n"
+            name = self.received.name
+            text = f"\n{name}: a checkpoint follows when what is computed now is done; {what} stops at once\n"
             if getattr(rank_zero_only, "rank", 0) == 0:  # else another process says it
                 os.write(2, text.encode())
             return

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer
 
 import lt_offload
 from scripts.hf import cases
@@ -55,23 +54,6 @@ def test_a_run_is_the_plain_one(
     assert reference is None or {parameter.device.type for parameter in reference.parameters()} == {"cpu"}
 
 
-class Scaled(Trainer):
-    """Every second step is left out, beginning with the first."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        self.accelerator.scaler = torch.amp.GradScaler("cuda", 2.0**30, 2.0**14, 2.0**-14, growth_interval=1)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
-        self.log({"scale": self.accelerator.scaler.get_scale()})
-        return loss
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        logs = {name: str(value) if value != value else value for name, value in logs.items()}  # NaN equals nothing
-        super().log(logs, *args, **kwargs)
-
-
 FP16: dict[str, tuple[str, dict[str, Any]]] = {
     "clipped": ("tight", {}),
     "not clipped": ("middle", {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}),
@@ -86,7 +68,7 @@ def test_a_run_in_fp16_is_the_plain_one(case: str, folder: Path, target: Target,
     if not target.cuda:
         pytest.skip("transformers scales no loss on a CPU")
     budget, settings = FP16[case]
-    make = cases.plain(kind=Scaled, fp16=True, max_steps=5, **settings)
+    make = cases.plain(kind=cases.Scaled, fp16=True, max_steps=5, **settings)
     plain = ended(train(make, folder))
     trainer = trained(make, budget, folder)
     assert plain.differs(ended(trainer)) == []
@@ -98,7 +80,7 @@ def test_a_run_in_fp16_is_the_plain_one(case: str, folder: Path, target: Target,
 def test_a_run_in_fp16_is_resumed(step: int, tmp_path: Path, target: Target, deterministic: None) -> None:
     if not target.cuda:
         pytest.skip("transformers scales no loss on a CPU")
-    make = cases.plain(kind=Scaled, fp16=True, max_steps=4, save_strategy="steps", save_steps=1)
+    make = cases.plain(kind=cases.Scaled, fp16=True, max_steps=4, save_strategy="steps", save_steps=1)
     plain = ended(train(make, tmp_path / "plain"))
     first = trained(make, "tight", tmp_path / "ours")
     assert plain.differs(ended(first)) == []

@@ -279,7 +279,9 @@ def test_a_signal_while_references_are_computed_leaves_those_that_are_known(
 
 
 @pytest.mark.long
-def test_two_processes_with_pairs_of_unlike_lengths_train_as_one_that_accumulates(folder: Path, tmp_path: Path) -> None:
+def test_two_processes_with_pairs_of_unlike_lengths_train_as_one_that_accumulates_and_as_ddp(
+    folder: Path, tmp_path: Path
+) -> None:
     """Padded batches are of another size in each process, which must plan at the same moment all the same."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -288,8 +290,11 @@ def test_two_processes_with_pairs_of_unlike_lengths_train_as_one_that_accumulate
         "  log_every_n_steps: 1, strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memory: 4MB}}}\n"
         f"data: {{path: {folder / 'pairs.jsonl'}, max_length: 48, batch_size: 2, cache_dir: {tmp_path / 'cache'}}}\n"
     )
-    losses = []
-    for number, flag in enumerate((["--trainer.devices", "2"], ["--trainer.accumulate_grad_batches", "2"])):
+    losses, weights = [], []
+    two = ["--trainer.devices", "2"]
+    for number, flag in enumerate(
+        (two, ["--trainer.accumulate_grad_batches", "2"], [*two, "--trainer.strategy", "ddp"])
+    ):
         (tmp_path / str(number)).mkdir()
         command = [sys.executable, "-m", "lt_offload.cli.main", str(recipe), *flag]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
@@ -299,5 +304,9 @@ def test_two_processes_with_pairs_of_unlike_lengths_train_as_one_that_accumulate
         assert ran.returncode == 0, ran.stderr
         [run] = (tmp_path / str(number) / "runs").iterdir()
         losses.append(read_run(run).curve("train_loss"))
-    assert losses[0] == losses[1]
+        [checkpoint] = (run / "checkpoints").glob("step*.ckpt")
+        weights.append(torch.load(checkpoint, weights_only=False)["state_dict"])
+    assert losses[0] == losses[1] == losses[2]
+    assert weights[0].keys() == weights[1].keys() == weights[2].keys()
+    assert all(equal(weights[0][name], other[name]) for other in weights[1:] for name in weights[0])
     assert len({loss for _, loss in losses[0]}) == 2

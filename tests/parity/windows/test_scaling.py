@@ -41,6 +41,10 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
+def scaler_of(scale: float = 3e10, factor: float = 1e6) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", scale, growth_factor=factor, backoff_factor=1 / factor, growth_interval=2)
+
+
 def loop(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -50,14 +54,15 @@ def loop(
     clip: float | None = None,
     by_value: float | None = None,
     looks: bool = False,
-    scale: float = 3e10,
-    factor: float = 1e6,
+    scaled: tuple[float, ...] = (),
+    scaler: torch.amp.GradScaler | None = None,
+    steps: range = range(STEPS),
 ) -> Seen:
     """Train as the examples of torch.amp; every third step is left out, beginning with the first."""
-    scaler = torch.amp.GradScaler("cpu", scale, growth_factor=factor, backoff_factor=1 / factor, growth_interval=2)
+    scaler = scaler or scaler_of(*scaled)
     seen: Seen = []
     left_out = []
-    for step in range(STEPS):
+    for step in steps:
         for part in range(accumulate):
             loss = loss_of(model, models.batch(model, seed=10 * step + part)) / accumulate
             scaler.scale(loss).backward()
@@ -81,7 +86,8 @@ def loop(
         scaler.update()
         optimizer.zero_grad()
         left_out.append(scaler.get_scale() < before)
-    assert left_out == [True, False, False] * 2
+        seen.append(torch.tensor(scaler.get_scale()))
+    assert left_out == [step % 3 == 0 for step in steps]
     return seen
 
 
@@ -95,8 +101,8 @@ CASES: list[dict[str, Any]] = [
     {"make": adafactor},
     {"accumulate": 3},
     {"clip": 0.1},
-    {"clip": 0.1, "scale": 2.0**34, "factor": 2.0**18},
-    {"clip": 0.1, "scale": 2.0**34, "factor": 2.0**18, "accumulate": 2},
+    {"clip": 0.1, "scaled": (2.0**34, 2.0**18)},
+    {"clip": 0.1, "scaled": (2.0**34, 2.0**18), "accumulate": 2},
     {"make": fused, "clip": 0.1, "accumulate": 2},
     {"by_value": 1e-3},
     {"clip": 0.1, "by_value": 1e-2, "accumulate": 2},
@@ -120,12 +126,12 @@ def within(memory: int | str, case: dict[str, Any], way: dict[str, Any], run: Ca
 def test_every_budget_equals_plain_pytorch(case: dict[str, Any], way: dict[str, Any]) -> None:
     model = models.build(dropout=0.1)
     optimizer = case.get("make", foreach)(model.parameters())
-    options = {name: value for name, value in case.items() if name != "make"}
+    run = partial(loop, **{name: value for name, value in case.items() if name != "make"})
     torch.manual_seed(1)
-    plain = loop(model, optimizer, None, **options)
-    least = named_by(lambda: within(10_000, case, way, loop))
+    plain = run(model, optimizer, None)
+    least = named_by(lambda: within(10_000, case, way, run))
     for memory in sampling.one((least, 2 * least, 100_000_000)):
-        seen, trained = within(memory, case, way, lambda *those: loop(*those, **options))
+        seen, trained = within(memory, case, way, run)
         assert [*map(torch.equal, seen, plain)] == [True] * len(plain)
         assert differences(Result([], model, optimizer), trained) == []
 

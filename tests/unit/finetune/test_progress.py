@@ -84,7 +84,7 @@ def test_plain_lines_elsewhere_than_on_a_terminal(folder: Path) -> None:
     assert [line.split("  ")[0] for line in steps] == [f"step {n}/4" for n in (1, 2, 3, 4)]
     assert [line.split(":")[0] for line in losses] == ["step 2", "step 4"]
     memory = r"device [\d.]+( kB)?/2 MB  RAM [\d.]+( MB)?/[\d.]+ GB"
-    assert re.fullmatch(rf"step 3/4  loss \d\.\d{{4}}  eta [\d:]+  [\d.]+k? tok/s  {memory}", steps[2])
+    assert re.fullmatch(rf"step 3/4  loss \d\.\d{{4}} \(mean of 3\)  eta [\d:]+  [\d.]+k? tok/s  {memory}", steps[2])
     assert "eta" not in steps[3]
 
 

@@ -59,6 +59,19 @@ def test_formats(names: str, choice: Any, mapping: dict[str, str], format: str, 
             r"holds preferences \\(columns chosen and rejected\\).*completion: chosen",
         ),
         ("text chosen rejected", "chat", {}, "holds preferences"),
+        (
+            "prompt rejected_response chosen_response",
+            "preference",
+            {},
+            "no column 'chosen' and no column 'rejected', it has 'prompt', .*; name the columns with --data.columns "
+            "'{chosen: chosen_response, rejected: rejected_response}'",
+        ),
+        (
+            "prompt chosen worse",
+            "preference",
+            {},
+            "no column 'rejected', .*; name the column with .* '{rejected: worse}'",
+        ),
     ],
 )
 def test_columns_that_are_of_no_format(names: str, choice: Any, mapping: dict[str, str], message: str) -> None:

@@ -320,13 +320,26 @@ class Recorder(LightningModule):
 
 
 def run(
-    tokenizer: str, steps: int, *, asks: bool, ckpt: Path | None = None, epochs: int = -1, **settings: Any
+    tokenizer: str,
+    steps: int,
+    *,
+    asks: bool,
+    ckpt: Path | None = None,
+    epochs: int = -1,
+    limit: int | None = None,
+    **settings: Any,
 ) -> tuple[Recorder, Trainer]:
     data = FineTuneData(tokenizer, **settings, batch_size=2, seed=5)
     module = Recorder(asks)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
-        accelerator="cpu", max_steps=steps, max_epochs=epochs, enable_model_summary=False, log_every_n_steps=1, **quiet
+        accelerator="cpu",
+        max_steps=steps,
+        max_epochs=epochs,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        limit_train_batches=limit,
+        **quiet,
     )
     trainer.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=True)
     return module, trainer
@@ -336,6 +349,7 @@ MODES: dict[str, dict[str, Any]] = {
     "packed": {},
     "wrapped": {"pack": "wrapped"},
     "padded": {"pack": False, "group_by_length": True},
+    "limited": {"limit": 2},
     "streamed": {"streaming": True, "validation_rows": 2, "stream_buffer": 6},
     "streamed beside": {"streaming": True, "validation_rows": 1, "stream_buffer": 6, "num_workers": 1, "pack": False},
 }
@@ -347,7 +361,8 @@ MODES: dict[str, dict[str, Any]] = {
     ("mode", "asks", "stop"),
     [
         *[("packed", asks, stop) for asks in (False, True) for stop in (3, 7, 9)],
-        *[(mode, True, 4) for mode in ("wrapped", "padded", "streamed beside")],
+        *[(mode, True, 4) for mode in ("wrapped", "padded", "streamed beside", "limited")],
+        ("limited", False, 3),
         *[("streamed", asks, stop) for asks in (False, True) for stop in (3, 9)],
     ],
 )

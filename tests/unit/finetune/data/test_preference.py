@@ -207,13 +207,44 @@ def test_pairs_are_planned_without_weights_as_two_rows_each(
     assert "trainer.strategy.batch_size=auto is not offered with" in " ".join(capsys.readouterr().err.split())
 
 
-def test_references_are_those_of_the_pairs_that_a_run_takes(folder: str, tmp_path: Path) -> None:
-    rows = [{"prompt": "p", "chosen": "c" * n, "rejected": "r"} for n in range(1, 8)]
-    for steps, known in ((2, 4), (4, 7), (5, 7)):
-        data = made(folder, tmp_path, *rows, batch_size=2)
-        trainer(steps, limit_val_batches=0).fit(FineTune(folder, lora=LoraArgs(r=2)), datamodule=data)
-        assert data.reference is not None
-        assert int((~data.reference.isnan()).all(1).sum()) == known
+class Taken(FineTune):
+    """Keeps the references of its pairs."""
+
+    def on_train_start(self) -> None:
+        self.taken: list[list[float]] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.taken += batch[REFERENCE].view(2, -1).T.tolist()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "known"),
+    [
+        (2, {}, 4),
+        (4, {}, 7),
+        (5, {}, 7),
+        (-1, {"limit_train_batches": 2, "max_epochs": 1}, 4),
+        (5, {"limit_train_batches": 1, "max_epochs": 1}, 2),
+        (1, {"limit_train_batches": 2, "accumulate_grad_batches": 2}, 4),
+        pytest.param(3, {"overfit_batches": 1}, 2, marks=pytest.mark.filterwarnings("ignore:Total length")),
+        (-1, {"limit_train_batches": 1, "max_epochs": 2}, None),
+        (2, {"limit_train_batches": 1}, None),
+    ],
+)
+def test_references_are_those_of_the_pairs_that_a_run_takes(
+    folder: str, tmp_path: Path, steps: int, settings: dict[str, Any], known: int | None
+) -> None:
+    rows = [{"prompt": "p", "chosen": "c" * n, "rejected": "r" * (n % 3 + 1)} for n in range(1, 8)]
+    data, module = made(folder, tmp_path, *rows, batch_size=2), Taken(folder, lora=LoraArgs(r=2))
+    trainer(steps, limit_val_batches=0, **settings).fit(module, datamodule=data)
+    assert data.reference is not None
+    here = (~data.reference.isnan()).all(1)
+    assert all(pair in data.reference[here].tolist() for pair in module.taken)
+    if known is None:  # in one epoch or another, and those beside them in their batch of the first epoch
+        assert 2 < int(here.sum()) < len(rows)
+    else:
+        assert int(here.sum()) == known
 
 
 @pytest.mark.parametrize("change", ["answers", "labels"])

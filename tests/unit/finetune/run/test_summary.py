@@ -88,6 +88,9 @@ def test_training_is_told_and_written(
     assert re.search("sample +the quick", out)
     assert str(report) in out
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
+    before = summary.losses[0]
+    del summary.losses[1:]
+    assert summary.facts(run)["held-out loss"] == f"{before[1]:.4f} (before training; none since)"
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("COLUMNS", str(len(str(report)) + 4))
