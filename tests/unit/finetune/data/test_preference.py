@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
