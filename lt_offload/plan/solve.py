@@ -35,7 +35,7 @@ from lt_offload.plan.planners.offmate.program import MakeProgram, lower_bound
 from lt_offload.plan.planners.offmate.search import search_programs
 from lt_offload.plan.planners.priced import fastest, priced
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
-from lt_offload.plan.planners.tables import read_tables
+from lt_offload.plan.planners.tables import lookups, read_tables
 from lt_offload.plan.rows import as_head, in_two_parts, room_of_rows, table_of
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.windows import (
@@ -486,9 +486,16 @@ class _Selection:
             self.candidates.add(Proposal(name=name, sets=least.sets))
 
     def _add_programs(self) -> None:
-        limited = replace(self.config, time_limit=self._left)
-        search_programs(self.candidates, limited, enough=self.bounds.are_near, far=self.bounds.are_far)
+        self._search_programs(lookups=False)
+        # Large embeddings may be what is in the way: they need no room on the device where they are only looked up.
+        far = not self.candidates.fitting or self.bounds.are_far(self.candidates.fastest_s)
+        if far and lookups(self.profile):
+            self._search_programs(lookups=True)
         self._add_read_tables()
+
+    def _search_programs(self, *, lookups: bool) -> None:
+        limited = replace(self.config, time_limit=self._left, lookups=lookups)
+        search_programs(self.candidates, limited, enough=self.bounds.are_near, far=self.bounds.are_far)
 
     def _add_read_tables(self) -> None:
         """Let the best plan so far read its embeddings, or all its tables, in host memory instead of copying them."""

@@ -22,6 +22,7 @@ from lt_offload.plan.iteration.memory import aligned, backward_steps, budget_for
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.ladder import ladder
 from lt_offload.plan.planners.request import Allowed, Request, held_bytes, self_contained
+from lt_offload.plan.planners.tables import lookups, with_lookups
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, OptionProfile, Profile, TensorProfile
 
@@ -115,15 +116,19 @@ class Smallest:
 
 
 def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budget: int | None) -> Smallest | None:
-    """Return the streaming plan with the smallest device peak within ``host_budget``; None if all need more RAM."""
-    streaming: list[Smallest] = []
+    """Return the streaming plan with the smallest device peak within ``host_budget``; None if all need more RAM.
+
+    Frozen embeddings are copied, too, unless they may be read in host memory and need less of the device so.
+    """
+    streaming, looked_up = list[Smallest](), lookups(profile)
     for options in option_sets(profile, allowed):
         for on_host in (True, False) if host_update else (False,):
-            decisions = streaming_decisions(profile, options, host_update=on_host)
-            if host_budget is None or decisions.least_host_bytes(profile) <= host_budget:
-                sets = Sets(decisions, profile)
-                needed = budget_for(sets.room_needed, profile)
-                streaming.append(Smallest(sets=sets, device_bytes=needed))
+            streamed = streaming_decisions(profile, options, host_update=on_host)
+            if host_budget is None or streamed.least_host_bytes(profile) <= host_budget:
+                for decisions in (streamed, with_lookups(streamed, profile)) if looked_up else (streamed,):
+                    sets = Sets(decisions, profile)
+                    needed = budget_for(sets.room_needed, profile)
+                    streaming.append(Smallest(sets=sets, device_bytes=needed))
     return min(streaming, key=lambda item: item.device_bytes, default=None)
 
 

@@ -29,6 +29,27 @@ def table_steps(profile: Profile, tensor: TensorProfile) -> tuple[int, ...]:
     return tuple(sorted({*embedding_steps(profile, tensor), *uses(blocks, profile)}))
 
 
+def lookups(profile: Profile) -> tuple[int, ...]:
+    """Return the frozen tensors that embeddings alone use, and can read in host memory."""
+    return tuple(
+        index
+        for index, tensor in enumerate(profile.tensors)
+        if not tensor.trainable
+        and tensor.zero_copy is not None
+        and tensor.blocks
+        and all(profile.blocks[block].kind == "embedding" for block in tensor.blocks)
+    )
+
+
+def with_lookups(decisions: Decisions, profile: Profile) -> Decisions:
+    """Return ``decisions`` with every one of the :func:`lookups` read in host memory, and never copied."""
+    tensors = list(decisions.tensors)
+    for index in lookups(profile):
+        steps = embedding_steps(profile, profile.tensors[index])
+        tensors[index] = TensorDecision(place="none", stays=(), zero_copy=steps)
+    return replace(decisions, tensors=tuple(tensors))
+
+
 def read_tables(decisions: Decisions, request: Request) -> Iterator[tuple[str, Decisions]]:
     """Yield ``decisions`` with tables read in host memory, by name: embeddings alone, and all tables.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import lt_offload
 from lt_offload.errors import InfeasibleError, UnsupportedError
@@ -93,6 +93,24 @@ def test_small_models(planner: PlannerName, family: str) -> None:
     made = small(family)
     plan = smallest(made.profile, planner)
     print(f"{plan.planner} in {plan.budget_bytes} bytes, options {sorted(set(plan.options))}")
+    require_equal(made, plan)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("part", [0, 0.1, 0.5])
+def test_frozen_embeddings_larger_than_the_memory_stay_on_the_host(part: float, recompute: bool) -> None:
+    start = models.build(layers=6, dropout=0.1)
+    assert isinstance(start, LlamaForCausalLM)
+    start.set_input_embeddings(nn.Embedding(20_000, models.HIDDEN).requires_grad_(False))
+    made = task(start, models.batch(start))
+    table = max(made.profile.tensors, key=lambda tensor: tensor.bytes)
+    assert table.name == "model.embed_tokens.weight"
+    with pytest.raises(InfeasibleError) as caught:
+        lt_offload.solve(made.profile, memory=10_000, recompute=recompute)
+    memory = int(part * table.bytes) or caught.value.needed_bytes
+    plan = lt_offload.solve(made.profile, memory=memory, recompute=recompute)
+    assert not part or plan.planner == "offmate"
+    assert [op.kind for op in plan.ops if made.profile.tensors.index(table) in plan.zero_copy(op)] == ["forward"]
     require_equal(made, plan)
 
 

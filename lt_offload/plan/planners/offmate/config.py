@@ -37,6 +37,8 @@ class OffmateConfig:
     optimistic: bool = False
     """For bounds of any planner's plans: also allow for activations that are dropped and computed again, at the cost of
     one forward, and let embeddings that can be read in host memory cost neither copies nor device memory."""
+    lookups: bool = False
+    """True if frozen tensors that embeddings alone use are read in host memory, and take no room on the device."""
     idle_states: bool = True
     """True if states that stay on the device have a place in RAM, too, as with the engine; without, the program needs
     less RAM than any plan."""

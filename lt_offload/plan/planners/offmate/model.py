@@ -73,6 +73,7 @@ from lt_offload.plan.planners.offmate.pooled import PooledWork, Rerun, pool_reru
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.plan.planners.request import allowed_options, held_bytes
 from lt_offload.plan.planners.sharing import sharing_rows
+from lt_offload.plan.planners.tables import lookups
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
 
 Objective = Literal["time", "device"]
@@ -96,6 +97,7 @@ class LinearProgram:
         self.pace = Pace(profile)
         self.options = [_options(block, config) for block in profile.blocks]
         self.groups = groups(profile)
+        self.lookups = lookups(profile) if config.lookups else ()
         # The solver sees units that make its absolute tolerances meaningful: the largest group and the mean step.
         self.bytes_unit = float(max([group.bytes for group in self.groups] + [1]))
         self.seconds_unit = sum(o[0].forward_s + o[0].backward_s for o in self.options) / self.steps or 1.0
@@ -314,7 +316,7 @@ class LinearProgram:
         a projection, those are no uses.
         """
         if not self.config.optimistic:
-            return group.bytes
+            return sum(self.profile.tensors[index].bytes for index in group.tensors if index not in self.lookups)
         if any(self._hardly_reads(block, group) for block in group.blocks):
             return 0 if all(self._hardly_reads(block, group) for block in group.blocks) else group.bytes
         tensors = [self.profile.tensors[index] for index in group.tensors]

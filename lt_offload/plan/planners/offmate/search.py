@@ -19,6 +19,7 @@ from lt_offload.plan.planners.offmate.rounding import round_tensors, with_less_r
 from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.request import Proposal, Request, self_contained
 from lt_offload.plan.planners.slots import TOLERATED
+from lt_offload.plan.planners.tables import with_lookups
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
@@ -155,7 +156,10 @@ class _ProgramSeries:
                 candidates.out_of_time = error
                 candidates.cut_short(name)
                 return
-            seconds = self._estimate(round_tensors(solution, request.profile), search.next, link)
+            decisions = round_tensors(solution, request.profile)
+            if self._config.lookups:
+                decisions = with_lookups(decisions, request.profile)
+            seconds = self._estimate(decisions, search.next, link)
             if isinstance(seconds, Missed):
                 if not (ram.lower(seconds.host) or search.lower(seconds.device)):
                     return
@@ -191,7 +195,8 @@ class _ProgramSeries:
     def _name(self, budget: int, link: float) -> str:
         slower = "" if link == 1 else f", a link of {link:.0%}"
         ram = "" if self._config.host_budget_bytes is None else ", little RAM"
-        return f"offmate, solved for {format_bytes(budget)}{slower}{ram}"
+        tables = ", embeddings on the host" if self._config.lookups else ""
+        return f"offmate, solved for {format_bytes(budget)}{slower}{ram}{tables}"
 
     def add_best(self) -> None:
         """Add the plans of the fastest to the candidates, scheduled with care."""
