@@ -28,7 +28,7 @@ from lt_offload.report.plan_page import write_plan_report
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
 from scripts.common import arguments, read_json, save
 from scripts.papers.profiles import GB, llama7b_b4
-from scripts.planning import Stopwatch, figures_of, model_bytes, shown
+from scripts.planning import Stopwatch, figures_of, gap, model_bytes, shown
 
 GOALS = {40: 5.0, 80: 15.0}
 """Seconds of the processor, by number of layers."""
