@@ -49,6 +49,21 @@ def gap(plan: Plan) -> float | None:
     return plan.predicted.gap if plan.predicted.proved else None
 
 
+def figures_of(plan: Plan) -> dict[str, Any]:
+    """Return what is compared of plans."""
+    return {
+        "planner": plan.planner,
+        "budget_bytes": plan.budget_bytes,
+        "device_peak_bytes": plan.predicted.device_peak_bytes,
+        "host_peak_bytes": plan.predicted.host_peak_bytes,
+        "iteration_s": plan.predicted.iteration_s,
+        "lower_bound_s": plan.predicted.lower_bound_s,
+        "no_offload_s": plan.predicted.no_offload_s,
+        "gap": gap(plan),
+        "ops": len(plan.ops),
+    }
+
+
 def shown(gap: float | None) -> str:
     """Return a gap in words."""
     return "not proved" if gap is None else f"{gap:.1%}"

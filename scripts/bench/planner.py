@@ -3,14 +3,15 @@
 Beside it what else people wait for: a simulation (goal for 40 layers: 0.1 s), a report (80 layers: 2 s).
 
 python -m scripts.bench.planner [--layers 32 40 80] [--hardware rtx-3060-12gb] [--memory 11GB]
-python -m scripts.bench.planner --gaps [tight|recipes] [--seconds 60]
+python -m scripts.bench.planner --gaps [--seconds 60]
 python -m scripts.bench.planner --before FILE
 
-``--gaps``: how near plans come to the bound where memory is short, and for the shipped recipes on their own cards.
+``--gaps``: how near plans come to the bound where memory is short; those of the recipes are in results/recipes.json.
 Everything is simulated. No plan of any method can beat the bound; part of a gap is that it cannot be reached. Planning
 is timed by the clock and in seconds of the processor; a busy machine needs more ``--seconds`` for the same plans.
 
-``--before``: what ``--gaps`` has saved beside what it had saved earlier, in FILE, with the worst case last.
+``--before``: what was saved earlier, in FILE, a bench-gaps.json or a recipes.json, beside what that file of results/
+has now, with the worst case last.
 """
 
 from __future__ import annotations
@@ -22,14 +23,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import lt_offload
-from lt_offload.cli.recipes import shipped
 from lt_offload.profiling.from_config import load_model_config
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
 from scripts.common import arguments, read_json, save
 from scripts.papers.profiles import GB, llama7b_b4
-from scripts.planning import Stopwatch, gap, model_bytes, shown
-from scripts.recipes.headers import hardware_of, plan_of, with_plans
+from scripts.planning import Stopwatch, figures_of, gap, model_bytes, shown
 
 GOALS = {40: 5.0, 80: 15.0}
 """Seconds of the processor, by number of layers."""
@@ -55,31 +54,7 @@ def tight(limit_s: float) -> Iterator[dict[str, Any]]:
 def _case(name: str, profile: lt_offload.Profile, gigabytes: int, goal: float, limit_s: float) -> dict[str, Any]:
     watch = Stopwatch()
     plan = lt_offload.solve(profile, memory=int(gigabytes * GB), host_memory=int(128 * GB), time_limit=limit_s)
-    return {"name": name, "goal_s": goal, **_figures(plan), **watch.figures()}
-
-
-def recipes(limit_s: float) -> Iterator[dict[str, Any]]:
-    """Plan every recipe for the card that its header names."""
-    for name in with_plans():
-        watch, card = Stopwatch(), hardware_of(shipped()[name].read_text(encoding="utf-8"))
-        plan = plan_of(name, limit_s)
-        if plan is None:
-            raise SystemExit(f"{name} has no plan")
-        yield {"name": f"{name} on {card}", "goal_s": None, **_figures(plan), **watch.figures()}
-
-
-def _figures(plan: lt_offload.Plan) -> dict[str, Any]:
-    return {
-        "planner": plan.planner,
-        "budget_bytes": plan.budget_bytes,
-        "device_peak_bytes": plan.predicted.device_peak_bytes,
-        "host_peak_bytes": plan.predicted.host_peak_bytes,
-        "iteration_s": plan.predicted.iteration_s,
-        "lower_bound_s": plan.predicted.lower_bound_s,
-        "no_offload_s": plan.predicted.no_offload_s,
-        "gap": gap(plan),
-        "ops": len(plan.ops),
-    }
+    return {"name": name, "goal_s": goal, **figures_of(plan), **watch.figures()}
 
 
 def _show(case: dict[str, Any]) -> None:
@@ -92,20 +67,20 @@ def _show(case: dict[str, Any]) -> None:
     )
 
 
-def gaps(only: str, limit_s: float, folder: Path) -> int:
+def gaps(limit_s: float, folder: Path) -> int:
     """Plan, print and save."""
     cases = []
-    for kind, found in (("tight", tight), ("recipes", recipes)):
-        for case in found(limit_s) if only in ("all", kind) else ():
-            cases.append({"kind": kind, **case})
-            _show(case)
-            save("bench-gaps", "bench-gaps", {"only": only, "seconds": limit_s}, {"cases": cases}, folder)
+    for case in tight(limit_s):
+        cases.append(case)
+        _show(case)
+        save("bench-gaps", "bench-gaps", {"seconds": limit_s}, {"cases": cases}, folder)
     return 0
 
 
 def compared(before: Path, after: Path) -> str:
-    """Return a table of what two runs of ``--gaps`` have saved, the case that became slowest last."""
-    old, new = ({case["name"]: case for case in read_json(path)["figures"]["cases"]} for path in (before, after))
+    """Return a table of what two runs have saved, the case that became slowest last."""
+    saved = (read_json(path)["figures"] for path in (before, after))
+    old, new = ({case["name"]: case for case in one["cases"]} if "cases" in one else one for one in saved)
     head = "| case | iteration, simulated | times as long | gap to bound | RAM | processor time |"
     rows: list[tuple[float, str]] = []
     for name, case in new.items():
@@ -114,7 +89,7 @@ def compared(before: Path, after: Path) -> str:
         cells = (
             [f"{each['iteration_s']:.4g} s" for each in pair],
             [f"{ratio:.3f}"],
-            [shown(each["gap"]) for each in pair],
+            [shown(each.get("gap")) for each in pair],
             [format_bytes(each["host_peak_bytes"]) for each in pair],
             [format_seconds(each["plan_cpu_s"]) for each in pair],
         )
@@ -136,15 +111,15 @@ def main() -> int:
     parser.add_argument("--host-memory", default="256GB", help="enough for 80 layers, so that RAM does not decide")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--gaps", nargs="?", const="all", choices=["all", "tight", "recipes"])
+    parser.add_argument("--gaps", action="store_true")
     parser.add_argument("--seconds", type=float, default=30.0, help="time limit of a plan (default 30)")
-    parser.add_argument("--before", type=Path, metavar="FILE", help="an earlier bench-gaps.json")
+    parser.add_argument("--before", type=Path, metavar="FILE", help="an earlier one of a file of results")
     options = parser.parse_args()
     if options.before:
-        print(compared(options.before, options.results / "bench-gaps.json"))
+        print(compared(options.before, options.results / options.before.name))
         return 0
     if options.gaps:
-        return gaps(options.gaps, options.seconds, options.results)
+        return gaps(options.seconds, options.results)
     shape = {"batch_size": options.batch_size, "sequence_length": options.sequence_length}
     cases = []
     for layers in options.layers:

@@ -75,24 +75,30 @@ def _predicted(results: Results) -> list[list[str]]:
 
 
 def _simulated(results: Results) -> list[list[str]]:
-    cases = [*_cases(results, "bench-gaps"), *_cases(results, "fits")]
+    cases = [*_planned(results), *_cases(results, "fits")]
     ratios = [case["iteration_s"] / case["no_offload_s"] for case in cases if case["iteration_s"] is not None]
     what = "**simulated** iteration on desktop cards of 6 to 24 GB, over that with enough memory"
-    command = "`python -m scripts.bench.planner --gaps`, `python -m scripts.docs.fits`"
+    command = "`python -m scripts.recipes.headers`, `scripts.bench.planner --gaps`, `scripts.docs.fits`"
     return [_range(what, ratios, "{:.2f}", command)] if ratios else []
 
 
 def _bound(results: Results) -> list[list[str]]:
-    gaps = sorted((case["gap"] for case in _cases(results, "bench-gaps")), key=worst)
+    gaps = sorted((case.get("gap") for case in _planned(results)), key=worst)
     what = "**simulated** iteration above the lower bound"
-    return [[what, shown(gaps[0]), shown(gaps[-1]), "the first of them"]] if gaps else []
+    return [[what, shown(gaps[0]), shown(gaps[-1]), "the first two of them"]] if gaps else []
+
+
+def _planned(results: Results) -> list[dict[str, Any]]:
+    """Return the cases of plans with their bounds: where memory is short, and the recipes on their own cards."""
+    of_recipes = [figure for result in results.get("recipes", []) for figure in result["figures"].values()]
+    return [*_cases(results, "bench-gaps"), *of_recipes]
 
 
 def _range(what: str, values: Sequence[float], form: str, command: str) -> list[str]:
     return [what, form.format(min(values)), form.format(max(values)), command]
 
 
-_RANGES = ("bench-emulated", "bench-clipping", "bench-predictions", "bench-gaps", "fits")
+_RANGES = ("bench-emulated", "bench-clipping", "bench-predictions", "bench-gaps", "recipes", "fits")
 
 
 _SHOWN = ("llama3-8b",)

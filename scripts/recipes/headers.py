@@ -20,10 +20,10 @@ from typing import Any
 from lt_offload.cli import recipes
 from lt_offload.cli.main import main as lt_finetune
 from lt_offload.cli.verbs.new import RAM, header
-from lt_offload.cli.verbs.new import figures as figures_of
+from lt_offload.cli.verbs.new import figures as shown_of
 from lt_offload.schema.plan import Plan
 from scripts.common import RESULTS, now, read_json, save, when
-from scripts.planning import Stopwatch
+from scripts.planning import Stopwatch, figures_of
 
 NAME = "recipes"
 SECONDS = 60.0
@@ -72,8 +72,8 @@ def planned(name: str, seconds: float) -> Figure | None:
     plan = plan_of(name, seconds)
     if plan is None:
         return None
-    what = {"title": title_of(text), "hardware": hardware, "planner": plan.planner}
-    return what | figures_of(plan) | watch.figures() | now()
+    what = {"title": title_of(text), "hardware": hardware}
+    return what | figures_of(plan) | shown_of(plan) | watch.figures() | now()
 
 
 def text_of(name: str, figure: Figure) -> str:
