@@ -335,7 +335,7 @@ BLOCKS = (
     mutant(
         "a second run is outside its contexts",
         BLOCK_RUN,
-        "if not self._ambient.autocasts and (not self._ran or self._ambient == ambient()):",
+        "if not self._ambient.keeps and (not self._ran or self._ambient == ambient()):",
         "if True:",
         "parity/users/test_contexts.py",
         "parity/lightning/test_mixed_precision.py",
