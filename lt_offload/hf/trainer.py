@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from lt_offload import limits
+from lt_offload.errors import ConfigError
+from lt_offload.model.forms.adapters import writes_pieces
 
 if TYPE_CHECKING:
     from lt_offload.hf.run import Run
@@ -24,6 +26,7 @@ class Offloaded:
     offmate: Run
     """The training of this Trainer."""
     args: Any
+    model: Any
     accelerator: Any
     control: Any
     state: Any
@@ -46,7 +49,13 @@ class Offloaded:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train inside the budget."""
+        """Train inside the budget; raises ``ConfigError`` if no checkpoint of it could be saved."""
+        if writes_pieces(self.model) and self.args.save_strategy != "no":
+            raise ConfigError(
+                f"save_strategy={str(self.args.save_strategy.value)!r}: checkpoints of a model with stored weights "
+                "cannot be saved, only those of adapters; train adapters (peft), or set save_strategy='no' and call "
+                "lt_offload.open_weights(model) after the training"
+            )
         with self.offmate.training():
             return self._theirs.train(*args, **kwargs)
 

@@ -90,10 +90,14 @@ def _check_saving() -> None:
             "save_pretrained() would write the pieces of stored weights, which transformers takes for numbers: call "
             "lt_offload.open_weights(model) first, or save adapters alone, with the save_pretrained() of peft's model"
         )
-        models.save_pretrained, models.knows_stored = _refused(models.save_pretrained, why, _writes_pieces), True
+        models.save_pretrained, models.knows_stored = _refused(models.save_pretrained, why, writes_pieces), True
 
 
-def _writes_pieces(model: Any) -> bool:
+def writes_pieces(model: Any) -> bool:
+    """Return whether ``save_pretrained`` of ``model`` would write stored weights, so that it is refused."""
+    models = class_of_all_models()
+    if models is None or not isinstance(model, models):
+        return False
     return not saves_adapters_only(model) and any(map(stored_of, model.modules()))
 
 

@@ -100,6 +100,21 @@ def test_a_step_without_a_backward_is_refused_before_training(kind: type[Trainer
     trainer.model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()  # it is an ordinary model again
 
 
+def test_checkpoints_that_cannot_be_saved_are_refused_before_training(tmp_path: Path) -> None:
+    def stored() -> Any:
+        model = cases.llama()
+        lt_offload.store_weights(model, "int8")
+        return model
+
+    with pytest.raises(ConfigError, match="save_strategy='steps': .*; train adapters"):
+        train(cases.plain(stored, save_strategy="steps"), tmp_path, lt_offload.hf_trainer(memory="1GB"))
+    trainer = train(cases.plain(stored, save_strategy="no"), tmp_path, lt_offload.hf_trainer(memory="1GB"))
+    assert trainer.state.global_step == trainer.state.max_steps
+    with pytest.raises(ConfigError, match="open_weights"):
+        trainer.save_model(tmp_path)
+    lt_offload.open_weights(trainer.model).save_pretrained(tmp_path)
+
+
 def test_with_a_larger_batch_that_is_given_a_step_is_measured_aside(tmp_path: Path) -> None:
     make = cases.plain(gradient_accumulation_steps=2)
     plain = ended(train(make, tmp_path / "plain"))
