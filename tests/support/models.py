@@ -51,16 +51,21 @@ def _build(
     config = getattr(transformers, f"{prefix}{text}Config")(**_config(family, layers, dropout) | overrides)
     model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype)
     if lora:
-        from peft import LoraConfig, get_peft_model
-
-        targets = "all-linear" if family != "bloom" else ["query_key_value", "dense"]
-        with warnings.catch_warnings():  # peft asks transformers with a deprecated name
-            warnings.simplefilter("ignore", FutureWarning)
-            model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=targets))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zero otherwise, and lora_A would have no gradient
-                nn.init.normal_(parameter, std=0.02)
+        model = adapted(model, dropout, "all-linear" if family != "bloom" else ["query_key_value", "dense"])
     return model.train()
+
+
+def adapted(model: Any, dropout: float = 0.0, targets: str | list[str] = "all-linear") -> nn.Module:
+    """Return ``model`` with adapters that have gradients from the first step on."""
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():  # peft asks transformers with a deprecated name
+        warnings.simplefilter("ignore", FutureWarning)
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=targets))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero otherwise, and lora_A would have no gradient
+            nn.init.normal_(parameter, std=0.02)
+    return model  # type: ignore[no-any-return]
 
 
 def _config(family: str, layers: int, dropout: float) -> dict[str, Any]:

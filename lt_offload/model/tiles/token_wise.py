@@ -131,6 +131,8 @@ class _TokenWise(OperationMode):
         self._alive = [*inputs]
         """Tensors that depend on the inputs, for as long as addresses of storages shall tell."""
         self._known = set(self._inputs)
+        self._own: set[int] = set()
+        """Storages that operations have made of other things than tokens, as opened weights are."""
         self._blank: set[int] = set()
         """Storages without numbers yet, which code that no mode sees might write."""
         self.draws = False
@@ -166,13 +168,17 @@ class _TokenWise(OperationMode):
         named |= dict(zip(named, args, strict=False)) | (kwargs or {})
         outs = [named[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         written = {address_of(x.untyped_storage()) for x in tensors_in(outs)}
-        if written - self._known or written & self._inputs:
+        if written - self._known - (self._own if not depending else set()) or written & self._inputs:
             raise _MixesError(f"{schema.name} writes to what is not the module's own")
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         if seeded and not depending:
             raise _MixesError(f"{schema.name} draws for all tokens")
         if not depending or func.namespace == "prim":  # fake tensors are asked for their device
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+            if all(result.alias_info is None for result in schema.returns):
+                self._alive += tensors_in(out)
+                self._own |= {address_of(result.untyped_storage()) for result in tensors_in(out)}
+            return out
         name = schema.name.partition("::")[2]
         blank = {address_of(x.untyped_storage()) for x in depending} & self._blank
         if blank and not (blank == written and name in ("bernoulli_", "copy_", "fill_", "zero_")):

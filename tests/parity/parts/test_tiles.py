@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import lt_offload
 from lt_offload import OffmateStrategy, PlanError
+from lt_offload.model.forms import FORMS
 from lt_offload.model.tiles import tokens_of
 from lt_offload.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -36,7 +39,16 @@ def sample(seed: int = 0, length: int = LENGTH) -> dict[str, torch.Tensor]:
     return models.batch(start(), sequence_length=length, seed=seed)
 
 
-def profiled(tokens: int | None) -> Profile:
+def stored(form: str) -> nn.Module:
+    """A model of which adapters train."""
+    dtype = torch.bfloat16 if form == "lossless" else torch.float32
+    model = start(hidden_size=64, intermediate_size=128, dtype=dtype)
+    lt_offload.store_weights(model, form)
+    torch.manual_seed(0)
+    return models.adapted(model).train()
+
+
+def profiled(tokens: int | None, start: Callable[[], nn.Module] = start) -> Profile:
     model = start()
     lt_offload.tile_tokens(model, tokens)
     return lt_offload.profile(
@@ -49,7 +61,7 @@ def profile() -> Profile:
     return profiled(TOKENS)
 
 
-def trained(plan: Plan | None, *, accumulate: int, clips: bool) -> Result:
+def trained(plan: Plan | None, *, accumulate: int, clips: bool, start: Callable[[], nn.Module] = start) -> Result:
     """Train by ``plan``, or a model in tiles in plain PyTorch; the third batch is shorter than a tile."""
     model = start()
     optimizer = make_optimizer(model, "adamw-fused")
@@ -92,6 +104,14 @@ def test_every_budget_gives_the_numbers_of_the_reference(
     assert plan.tile_tokens == TOKENS
     assert f"tiles of {TOKENS} tokens" in plan.explain()
     assert differences(trained(None, **how), trained(plan, **how)) == []
+
+
+@pytest.mark.parametrize(("form", "budget"), sampling.grid([*FORMS], ["tight", "middle", "resident"], count=3))
+def test_mlps_with_stored_weights_and_adapters_run_in_tiles(form: str, budget: str) -> None:
+    make = partial(stored, form)
+    assert len(lt_offload.tile_tokens(make(), TOKENS)) == 3
+    plan, how = plan_for(profiled(TOKENS, make), budget), {"accumulate": 1, "clips": False}
+    assert differences(trained(None, **how, start=make), trained(plan, **how, start=make)) == []
 
 
 def test_tiles_add_up_in_another_order_and_need_less(profile: Profile) -> None:
