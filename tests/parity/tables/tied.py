@@ -75,7 +75,7 @@ def planned(
 ) -> tuple[Plan, int]:
     """A plan in two parts, with so much of what is between the smallest budget and the largest; and the budget."""
     found = measured(maker, family, parts, rows)
-    low, high = (least(found, window, name) for name in ("stream", "auto"))
+    low, high = (least(found, window, name, delayed=delayed) for name in ("stream", "auto"))
     budget = int(low + part_of_budget * (high - low))
     return planned_in(found, Settings(memory=budget, planner=planner, accumulate=window, delayed=delayed)), budget
 
@@ -88,18 +88,20 @@ def in_two_parts(case: Case, window: int = 1) -> Plan:
     return planned_in(found, Settings(planner="greedy", memory=memory, accumulate=window))
 
 
-def least(found: Profile, window: int, planner: PlannerName) -> int:
+def least(found: Profile, window: int, planner: PlannerName, *, delayed: bool = False) -> int:
     """The memory of a plan of ``planner`` for the table as a part of the head."""
-    head, _ = parted(found, window)
+    head, _ = parted(found, window, delayed=delayed)
     return make_plan(head, for_one(Settings(planner=planner))).predicted.device_peak_bytes
 
 
 def planned_in(found: Profile, settings: Settings) -> Plan:
-    head, table = parted(found, settings.accumulate)
+    head, table = parted(found, settings.accumulate, delayed=settings.delayed)
     return for_windows(make_plan(head, for_one(settings), table=table), found, settings)
 
 
-def parted(found: Profile, window: int) -> tuple[Profile, TiedTable]:
+def parted(found: Profile, window: int, *, delayed: bool = False) -> tuple[Profile, TiedTable]:
     table = table_of(found)
     assert table is not None
-    return as_head(with_sums(found, window) if window > 1 else found, table), TiedTable(index=table, profile=found)
+    return as_head(with_sums(found, window) if window > 1 or delayed else found, table), TiedTable(
+        index=table, profile=found
+    )

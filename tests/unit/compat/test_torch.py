@@ -405,6 +405,27 @@ def switches() -> None:
     assert compat.fp32_precision("mkldnn", "matmul") in ("none", "ieee", "tf32", "bf16")
 
 
+@check("parametrized weights that are kept for a context", "parametrized", "set_parametrized")
+def parametrizations() -> None:
+    assert compat.parametrized() == (0, {})
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with nn.utils.parametrize.cached():
+        assert compat.parametrized() == (1, {})
+        kept = layer.weight
+        assert any(value is kept for value in compat.parametrized()[1].values())
+        compat.set_parametrized(1, {})
+        assert layer.weight is not kept
+    assert compat.parametrized() == (0, {})
+
+
+@check("modules that take others' places in blocks", "submodules_of")
+def submodules() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(first)
+    model[0] = second
+    assert list(compat.submodules_of(model).values()) == [second]
+
+
 @check("whose error is told when one of several processes fails", "default_store")
 def stores() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
