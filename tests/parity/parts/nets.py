@@ -135,10 +135,13 @@ def ids(samples: int = 8, tokens: int = 5, seed: int = 0) -> Tensor:
     return torch.randint(20, (samples, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def plan_for(profile: Profile, budget: str, **settings: Any) -> Plan:
-    """A plan for the smallest budget, one in the middle, or one in which everything stays."""
+def plan_for(profile: Profile, budget: str, *, spare: float = 0.0, **settings: Any) -> Plan:
+    """A plan for the smallest budget, one in the middle, or one in which everything stays.
+
+    ``spare``: the part by which the smallest is exceeded, for results that are kept on the device.
+    """
     least = budgets.least(profile, **settings)
-    memory = {"tight": least, "middle": int(1.6 * least), "resident": 1 << 30}[budget]
+    memory = {"tight": int((1 + spare) * least), "middle": int(1.6 * least), "resident": 1 << 30}[budget]
     return lt_offload.solve(profile, memory=memory, time_limit=10, **settings)
 
 
