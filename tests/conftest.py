@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -58,6 +59,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sampling.FULL, sampling.SEED = config.getoption("full"), config.getoption("sample_seed")
     sampling.EVERY_ROW = config.getoption("every_row")
     if config.getoption("recompute"):
