@@ -54,9 +54,15 @@ def keep_freed_memory() -> Callable[[], None]:
             libc.mallopt(_MMAP_MAX, 65536)
             libc.mallopt(_MMAP_THRESHOLD, 32 << 20)
             libc.mallopt(_TRIM_THRESHOLD, 64 << 20)
-            libc.malloc_trim(0)
+            give_back()
 
     return end
+
+
+def give_back() -> None:
+    """Let what the heap keeps as free go back to the system, of every size; nothing happens where there is no glibc."""
+    if (libc := _glibc()) is not None:
+        libc.malloc_trim(0)
 
 
 @cache

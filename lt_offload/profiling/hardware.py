@@ -168,9 +168,10 @@ def measure_hardware(
     cuda = target.type == "cuda"
     if on_progress is not None:
         on_progress("measuring copies between host and device")
-    free = available_host_bytes()
     # Plans count the RAM that the process has taken already (`process_bytes`): left out here, it would count twice.
-    host = free + taken_host_bytes().private
+    taken = taken_host_bytes().private
+    free = available_host_bytes()
+    host = free + taken
     with current(target):
         limit = find_pin_limit(register, unregister, host_bytes=free) if cuda else PinLimit(nbytes=free, how="")
         node = memory_node_of(target)
@@ -202,7 +203,7 @@ def measured_before(machine: HardwareProfile, device: torch.device) -> HardwareP
 
     if machine.name != (torch.cuda.get_device_name(device) if device.type == "cuda" else EMULATED):
         return None
-    host = min(machine.host_bytes, available_host_bytes() + taken_host_bytes().private)
+    host = min(machine.host_bytes, taken_host_bytes().private + available_host_bytes())
     return replace(machine, host_bytes=host, pinnable_bytes=min(machine.pinnable_bytes, host))
 
 
@@ -278,9 +279,12 @@ class TakenHostBytes(NamedTuple):
 
 
 def taken_host_bytes() -> TakenHostBytes:
-    """Return the RAM that this process takes."""
+    """Return the RAM that this process takes, without what its heap has kept as free: that goes back to the system."""
     import psutil
 
+    from lt_offload.machine.heap import give_back
+
+    give_back()
     memory = psutil.Process().memory_info()
     return TakenHostBytes(all=memory.rss, private=max(0, memory.rss - getattr(memory, "shared", 0)))
 

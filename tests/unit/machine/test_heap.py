@@ -49,6 +49,15 @@ also()
 assert resident() < start + 0.1 * BYTES, "what is free has not gone back to the system"
 """
 
+TAKEN = """
+from lt_offload.profiling.hardware import taken_host_bytes
+before = taken_host_bytes()
+end = keep_freed_memory()
+assert never_again() and resident() > start + 0.9 * BYTES
+assert taken_host_bytes().all < before.all + 0.1 * BYTES, "free memory of the heap is taken for the process's own"
+end()
+"""
+
 DEVICE = """
 device, other = EmulatedDevice(1 << 20), EmulatedDevice(1 << 20)
 assert never_again()
@@ -73,6 +82,11 @@ def run(code: str, **environment: str) -> None:
 @pytest.mark.slow
 def test_freed_memory_is_kept_while_somebody_asks_for_it_as_an_emulated_device_does() -> None:
     run(KEPT + DEVICE)
+
+
+@pytest.mark.slow
+def test_freed_memory_is_nothing_that_the_process_takes() -> None:
+    run(TAKEN)
 
 
 @pytest.mark.slow
