@@ -259,7 +259,7 @@ class Drafts:
             seconds = 3 * self._profile_s + 2 * _PRICE_SECONDS
             status(f"planning at length, about {_in_fives(seconds)} s left, Ctrl-C keeps its plan: {way.method.title}")
             try:
-                final = self._plan(self._profile(way), Settings().time_limit, way.accumulate)
+                final = self._plan(self._profile(way), Settings().solver_time_limit, way.accumulate)
                 return left, replace(way, plan=final)
             except Exception as error:
                 # A rough plan is of a profile that was scaled. It does not know what a model refuses, as to take
@@ -315,7 +315,7 @@ class Drafts:
             return estimate(app, self.machine.profile, batch_size, way.parts, host_memory=host_memory)
 
     def _settings(self, seconds: float) -> Settings:
-        return Settings(memory=self.machine.memory, host_memory=self.machine.host_memory, time_limit=seconds)
+        return Settings(memory=self.machine.memory, host_memory=self.machine.host_memory, solver_time_limit=seconds)
 
     def _plan(self, profile: Profile, seconds: float, accumulate: int) -> Plan:
         return make_plan(profile, replace(self._settings(seconds), accumulate=accumulate))
