@@ -83,7 +83,7 @@ def new(
     name = f"{source.architecture.removesuffix('.json')}-{chosen.method.name}-{memory_name}.yaml"
     target = user_path(output) if output else _free(Path(name))
     check_output(target, "--output", new=True)  # planning has taken a minute
-    _write(target, source, chosen, machine, text=drafts.text(chosen), has_data=data is not None)
+    _write(target, source, chosen, machine, text=drafts.text(chosen, stopped=stopped), has_data=data is not None)
     _explain(source, machine, ways, chosen, stopped=stopped)
     print(f"{target}  (run it: lt-finetune {target})")
     return 130 if stopped else 0
@@ -226,6 +226,7 @@ def _explain(
     if fitting[0] == chosen.method:
         why = "the only one that fits" if len(fitting) == 1 else "the most exact one that fits"
     if stopped:
-        why += " of the plans until Ctrl-C; training, or 'lt-finetune plan', finds a better one"
+        print(textwrap.fill("Stopped by Ctrl-C: this is the best plan until then.", _WIDTH))
+        why += " so far; training, or 'lt-finetune plan', finds a better plan"
     reasons = f"Chosen: {chosen.method.title}, {why}; its step takes {slower:.2f} times as long as with enough memory."
     print(textwrap.fill(reasons, _WIDTH))

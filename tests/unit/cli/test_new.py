@@ -174,7 +174,9 @@ def test_ctrl_c_writes_the_best_recipe_until_then(
     assert set(seconds) == {0.5}
     assert captured.err.count(": yes, ") == plans
     assert f"Chosen: {METHODS[1].title}, " in captured.out
-    assert " of the plans until Ctrl-C; training, or 'lt-finetune plan'," in " ".join(captured.out.split())
+    said = " ".join(captured.out.split())
+    assert "Stopped by Ctrl-C: this is the best plan until then." in said
+    assert " so far; training, or 'lt-finetune plan', finds a better plan" in said
     Path("rows.json").write_text("[]")
     assert main(["check", "mine.yaml"]) == 0, capsys.readouterr().err
 
@@ -246,6 +248,55 @@ def test_a_recipe_without_a_name_takes_one_that_is_free(monkeypatch: pytest.Monk
         assert path in Path(path).read_text()
         Path(path).write_text(text)
     assert [path.read_text() for path in Path().glob("*.yaml")].count(text) == 3
+
+
+@pytest.mark.parametrize("at", ["the first plan", "a division that promises more", "its plan", "the end"])
+def test_ctrl_c_leaves_to_the_plan_of_the_training_what_was_not_compared(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first number of parts that fits is not the recipe's, unless others have been looked at."""
+    made = list[int]()
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def planned(_drafts: Drafts, profile: Profile, _seconds: float, _accumulate: int) -> Plan:
+        if len(made) == {"its plan": 1, "the end": 2}.get(at):
+            raise KeyboardInterrupt
+        made.append(profile.parts)
+        return replace(PLAN, predicted=replace(PLAN.predicted, iteration_s=4.0 - len(made), no_offload_s=0.5))
+
+    def promised(_profile: Profile, split: Any, _settings: Any) -> float:
+        if at == "a division that promises more":
+            raise KeyboardInterrupt
+        return 2.0 - (split.parts == 16)
+
+    monkeypatch.setattr(Drafts, "_plan", planned)
+    monkeypatch.setattr(ways, "promised_s", promised)
+    if at == "the first plan":
+        monkeypatch.setattr(Drafts, "improved", stop)
+    args = ("--memory", "900MB", *CARD, "--method", "lora", "--output", "mine.yaml")
+    assert main(["new", described(_name_or_path="a/b"), *args]) == 130
+    settings = yaml.safe_load(Path("mine.yaml").read_text())["trainer"]["strategy"]["init_args"]
+    assert made == ([4, 16] if at == "the end" else [4])
+    assert settings["micro_batches"] == (16 if at == "the end" else "auto")
+
+
+def test_what_is_written_after_ctrl_c_is_improved_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = Drafts(
+        named(described(_name_or_path="a/b")), Machine(load_hardware("rtx-3060"), None, "1GB", None), None, tmp_path
+    )
+    drafts.known = [way(0, 9.0), way(3, 4.0), way(4, 3.0)]
+    improved = list[str]()
+
+    def likely(_drafts: Drafts, one: WayToTrain) -> None:
+        improved.append(one.method.title)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Drafts, "_likely", likely)
+    with pytest.raises(KeyboardInterrupt):
+        drafts.improved()
+    assert improved == [best(drafts.known).method.title] == [METHODS[3].title]
 
 
 @pytest.mark.parametrize("fast", [(1, 1), (16, 1)])
