@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -225,9 +226,23 @@ def test_models_that_cannot_be_trained(
         (("phi2", "--memory", "12"), 'did you mean "12GB"?'),
         (("phi2", "--hardware", "rtx-9999"), "hardware='rtx-9999'"),
         (("phi2", *CARD, "--output", "gone/mine.yaml"), "there is no folder gone"),
+        (("phi2", *CARD, "--output", "mine"), "--output: 'mine' is not the name of a recipe; did you mean mine.yaml?"),
+        (("phi2", *CARD, "--output", "mine/"), "'mine/' is not the name of a recipe; did you mean mine.yaml?"),
+        (("phi2", *CARD, "--output", "plan"), "--output: 'plan' is not the name of a recipe; did you mean plan.yaml?"),
+        (("phi2", *CARD, "--output", ""), "--output: '' is not the name of a recipe; did you mean recipe.yaml?"),
+        (("phi2", *CARD, "--output", "folder.yaml"), "--output: cannot write folder.yaml: it is a folder; add the"),
+        (("phi2", *CARD, "--output", "kept.yaml"), "--output: kept.yaml exists already; give another name"),
+        (("phi2", *CARD, "--output", "kept.yaml/mine.yaml"), "there is no folder kept.yaml, it is a file"),
+        (("phi2", *CARD, "--output", "locked/mine.yaml"), "the folder locked is read-only for you"),
     ],
 )
-def test_mistakes(args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("folder.yaml", "locked"):
+        Path(folder).mkdir()
+    Path("kept.yaml").write_text("")
+    monkeypatch.setattr(os, "access", lambda path, _mode: str(path) != "locked")  # root may write anywhere
     assert message in fails(capsys, "new", *args)
 
 
@@ -242,12 +257,14 @@ def test_a_recipe_without_a_name_takes_one_that_is_free(monkeypatch: pytest.Monk
     for name, result in (("ways", None), ("improved", None), ("choose", ([chosen], chosen))):
         monkeypatch.setattr(Drafts, name, lambda *_, result=result: result)
     text = "kept"
-    for path in ("phi2-full-12gb.yaml", "phi2-full-12gb-2.yaml", "phi2-full-12gb-3.yaml"):
+    Path("recipe.yaml").mkdir()
+    Path("phi2-full-12gb-4.yaml").mkdir()
+    for path in ("phi2-full-12gb.yaml", "phi2-full-12gb-2.yaml", "phi2-full-12gb-3.yaml", "phi2-full-12gb-5.yaml"):
         assert not Path(path).exists()
         assert main(["new", "phi2", "--memory", "12GB", *CARD]) == 0
         assert path in Path(path).read_text()
         Path(path).write_text(text)
-    assert [path.read_text() for path in Path().glob("*.yaml")].count(text) == 3
+    assert [path.read_text() for path in Path().glob("*.yaml") if path.is_file()].count(text) == 4
 
 
 @pytest.mark.parametrize("at", ["the first plan", "a division that promises more", "its plan", "the end"])
@@ -331,6 +348,9 @@ def test_what_is_there_is_not_replaced_by_another_architecture(
         error = fails(capsys, "new", name, "--memory", "900MB", *CARD, "--method", "full")
         assert "b.json exists already and is of another model" in error
         assert Path("b.json").read_text() == content
+    Path("b.json").unlink()
+    Path("b.json").mkdir()
+    assert "b.json exists already" in fails(capsys, "new", name, "--memory", "900MB", *CARD, "--method", "full")
     assert not Path("b-full-900mb.yaml").exists()
 
 
