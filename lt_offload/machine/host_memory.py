@@ -108,14 +108,8 @@ class HostMemory:
         self._account.limit = nbytes
 
     @property
-    def mapped_bytes(self) -> int:
-        """Bytes taken from the operating system; what nobody uses any more is given back first."""
-        self._give_back()
-        return sum(mapping.nbytes for mapping in self._mapped.values())
-
-    @property
     def locked_bytes(self) -> int:
-        """The page-locked part of ``mapped_bytes``; what nobody uses any more is given back first."""
+        """Page-locked bytes of the memory that was taken; what nobody uses any more is given back first."""
         self._give_back()
         return self._locked
 

@@ -43,15 +43,15 @@ def plan_processes(profile: Profile, settings: Settings, plan_one: Callable[[Pro
     if not _may_run_beside(profile, settings):
         return plan_one(profile, waiting)
     # Two plans share the user's time.
-    half = settings.time_limit / 2
+    half = settings.solver_time_limit / 2
     plans: list[Plan] = []
     problem: InfeasibleError | None = None
     try:
-        plans.append(plan_one(profile, replace(waiting, time_limit=half)))
+        plans.append(plan_one(profile, replace(waiting, solver_time_limit=half)))
     except InfeasibleError as error:
         problem = error
     try:
-        plans.append(_beside(profile, replace(settings, hosted=True, time_limit=half), plan_one))
+        plans.append(_beside(profile, replace(settings, hosted=True, solver_time_limit=half), plan_one))
     except InfeasibleError as error:
         # Where neither fits, the error that asks for less memory helps more.
         if problem is not None:

@@ -44,8 +44,8 @@ def compared(plan: Plan, profile: Profile, settings: Settings, *, thorough: bool
         settings: what it was made with.
         thorough: plan the other order if it may be faster; otherwise only its lower bound is known.
     """
-    budget = max(_LEAST_S, _SHARE * settings.time_limit)
-    quick = replace(settings, time_limit=min(settings.time_limit, budget))
+    budget = max(_LEAST_S, _SHARE * settings.solver_time_limit)
+    quick = replace(settings, solver_time_limit=min(settings.solver_time_limit, budget))
     said = (f"{BINDS}{'; '.join((_binding(plan, profile), *_larger(plan, profile, quick)))}",)
     mine, count = plan.predicted.iteration_s, profile.parts
     if settings.accumulate > 1:

@@ -53,8 +53,8 @@ class Settings:
     """True: updates wait until all gradients are complete, as clipping by their norm needs."""
     hosted: bool = False
     """True: the host updates all parameters, as plans of several processes need whose updates do not wait."""
-    time_limit: float = 30.0
-    """Seconds after which no further candidate is generated; ``solver_time_limit`` of the strategy."""
+    solver_time_limit: float = 30.0
+    """Seconds after which no further candidate is generated."""
 
     def __post_init__(self) -> None:
         if self.planner not in PLANNERS:
@@ -73,8 +73,8 @@ class Settings:
             )
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise ConfigError(f"accumulate={self.accumulate!r} must be at least 1: micro-batches per update")
-        if self.time_limit <= 0:
-            raise ConfigError(f"solver_time_limit={self.time_limit} must be a positive number of seconds")
+        if self.solver_time_limit <= 0:
+            raise ConfigError(f"solver_time_limit={self.solver_time_limit} must be a positive number of seconds")
 
     @classmethod
     def named(cls, memory: Memory, accumulate: int, switches: Mapping[str, Any]) -> Settings:
@@ -89,8 +89,7 @@ class Settings:
     def among(cls, options: Mapping[str, Any]) -> Settings:
         """Return the settings among the ``options`` of a strategy or a context, which has others, too."""
         names = {setting.name for setting in fields(cls)}
-        own = {name: value for name, value in options.items() if name in names}
-        return cls(**own, time_limit=options["solver_time_limit"])
+        return cls(**{name: value for name, value in options.items() if name in names})
 
     def values(self) -> dict[str, str | int | float | None]:
         """Return all of them as they were named, by their names; None: nobody has named a budget."""

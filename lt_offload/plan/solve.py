@@ -81,7 +81,7 @@ def solve(
     gradient_reserve: float | None = None,
     accumulate: int = 1,
     delayed: bool = False,
-    time_limit: float = 30.0,
+    solver_time_limit: float = 30.0,
 ) -> Plan:
     """Return the fastest plan found for ``profile`` within the budgets, checked and simulated.
 
@@ -105,14 +105,14 @@ def solve(
             0 and 1; the others are written to host memory by the backward itself. None: as much as fits.
         accumulate: micro-batches whose gradients are added up for one update.
         delayed: whether updates wait until all gradients are there, as clipping by their norm needs.
-        time_limit: seconds that planning may take, about; the best plan until then is returned, and says what was
-            left out.
+        solver_time_limit: seconds that planning may take, about; the best plan until then is returned, and says what
+            was left out.
 
     Raises:
         InfeasibleError: if no plan fits; says what would.
         UnsupportedError: if there is no such ``planner``, or it does not apply to this model and budget.
         ConfigError: if a size cannot be read, ``memory`` is more than the card has, switches leave a block without
-            options, or ``time_limit`` is too short.
+            options, or ``solver_time_limit`` is too short.
     """
     settings = Settings(
         memory=memory,
@@ -125,7 +125,7 @@ def solve(
         gradient_reserve=gradient_reserve,
         accumulate=accumulate,
         delayed=delayed,
-        time_limit=time_limit,
+        solver_time_limit=solver_time_limit,
     )
     settings.check_card(profile.hardware)
     return make_plan(profile, settings)
@@ -175,9 +175,9 @@ def make_plan(
         # Where the RAM is what is missing, chunks do not help.
         if smallest_for(request) is None or fits(request):
             raise
-        left = max(settings.time_limit - (time.monotonic() - began), _LEAST_S)
+        left = max(settings.solver_time_limit - (time.monotonic() - began), _LEAST_S)
         try:
-            plan = _plan(chunked, replace(settings, time_limit=left), bounded=bounded, table=table)
+            plan = _plan(chunked, replace(settings, solver_time_limit=left), bounded=bounded, table=table)
         except InfeasibleError as other:
             # Where neither fits, the error that asks for less memory helps more.
             if (other.needed_bytes or math.inf) < (error.needed_bytes or math.inf):
@@ -268,7 +268,7 @@ def _plan(profile: Profile, settings: Settings, *, bounded: bool, table: TiedTab
     if index is None:
         return _of_tensors(profile, settings, bounded=bounded)
     # Two plans share the user's time.
-    half = replace(settings, time_limit=settings.time_limit / 2)
+    half = replace(settings, solver_time_limit=settings.solver_time_limit / 2)
 
     def plan_whole() -> Plan | InfeasibleError:
         try:
@@ -332,7 +332,7 @@ def _request(profile: Profile, settings: Settings) -> Request:
         host_budget_bytes=settings.host_budget(profile.hardware),
         allowed=tuple(allowed_options(block, settings) for block in profile.blocks),
         settings=settings,
-        deadline=time.monotonic() + settings.time_limit,
+        deadline=time.monotonic() + settings.solver_time_limit,
     )
 
 
@@ -344,7 +344,7 @@ def offmate_config(profile: Profile, settings: Settings, *, reach: int) -> Offma
         host_update=settings.host_update,
         activation_offload=settings.activation_offload,
         recompute=settings.recompute,
-        time_limit=settings.time_limit,
+        time_limit=settings.solver_time_limit,
         reach=reach,
     )
 
@@ -519,7 +519,7 @@ class _Selection:
         )
         notes = list(best.plan.notes)
         if self.candidates.cut:
-            limit = f"solver_time_limit={self.request.settings.time_limit:g} s"
+            limit = f"solver_time_limit={self.request.settings.solver_time_limit:g} s"
             notes.append(f"{limit} ended planning before: {', '.join(dict.fromkeys(self.candidates.cut))}")
         if self.profile.processes > 1:
             notes.append(_for_several(self.profile, best.trace.host_peak))

@@ -108,7 +108,7 @@ def plan_windows(
     # Of one gradient, which is the sum, too little is gained where the update waits for the backward anyway.
     table = table_of(profile, settings) if settings.accumulate > 1 else None
     window = settings.accumulate
-    half = replace(for_one(settings), time_limit=settings.time_limit / (2 if table is None else 3))
+    half = replace(for_one(settings), solver_time_limit=settings.solver_time_limit / (2 if table is None else 3))
     mean = for_windows(plan_one(with_sums(profile, window), half), profile, settings)
     least_s = least()
     if mean.predicted.iteration_s <= (1 + _GOOD_GAP) * least_s:
@@ -120,7 +120,7 @@ def plan_windows(
     with suppress(ConfigError, InfeasibleError, UnsupportedError):  # there is a plan: no other was found in time
         plans.append(for_windows(plan_one(other, half), profile, settings))
     if table is not None:
-        plans += _by_rows(profile, table, replace(settings, time_limit=half.time_limit), plan_one)
+        plans += _by_rows(profile, table, replace(settings, solver_time_limit=half.solver_time_limit), plan_one)
     return _bounded(min(plans, key=lambda plan: plan.predicted.iteration_s), least_s)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from lt_offload.schema.files import Strict, load_json, save_json
 from lt_offload.schema.lanes import LaneName
 
-TRACE_SCHEMA = 1
+TRACE_SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +36,6 @@ class Trace(Strict):
     spans: tuple[Span, ...]
     memory: tuple[tuple[float, int], ...]
     """(time, device bytes in use from then on), ascending."""
-    allocator_retries: int = 0
-    """Allocations of the framework that worked only after it had given back what it did not use. Zero in the steady
-    state of a run whose budget holds what it should: each makes the launching thread wait for the device."""
-    allocator_frees: int = 0
-    """Times that the framework's allocator gave memory back to the driver."""
-    allocator_failures: int = 0
-    """Allocations that did not work."""
     schema: int = TRACE_SCHEMA
 
     def busy(self, lane: LaneName) -> float:

@@ -128,13 +128,13 @@ class Replanning:
     def _plan_again(self, engine: Engine, plan: Plan, steps_left: float) -> tuple[Plan | None, Plan]:
         """Return a plan that is worth taking over, if there is one, and ``plan`` with a better lower bound."""
         now = plan.predicted.iteration_s
-        limit = min(self._settings.time_limit, _SHARE * steps_left * now)
-        enough = limit >= min(LEAST_S, self._settings.time_limit)
+        limit = min(self._settings.solver_time_limit, _SHARE * steps_left * now)
+        enough = limit >= min(LEAST_S, self._settings.solver_time_limit)
         if self._plans == _PLANS or not enough or not engine.handover.may_be_replaced():
             return None, plan
         self._plans += 1
         rank_zero_info(f"offmate: planning again, {limit:.3g} s at most")
-        settings = replace(self._settings, memory=plan.budget_bytes, time_limit=limit)
+        settings = replace(self._settings, memory=plan.budget_bytes, solver_time_limit=limit)
         try:
             other = make_plan(self._profile, settings)
         except (ConfigError, InfeasibleError, UnsupportedError) as error:  # there is a plan: no other was found in time

@@ -254,7 +254,7 @@ class Before:
         if bool(profile.kernels) != any(note.startswith(KERNELS) for note in plan.notes):
             yield "layers compute with other kernels"
         present = settings.values()
-        changed = [name for name in present if name != "time_limit" and present[name] != self.settings.get(name)]
+        changed = [name for name in present if name != "solver_time_limit" and present[name] != self.settings.get(name)]
         if changed:
             yield f"{', '.join(changed)} changed"
         processes = profile.processes * profile.machines

@@ -255,7 +255,7 @@ def by_loop(program: Program, ours: dict[str, Any] | None) -> tuple[Training, Op
     with ExitStack() as context:
         engine = None
         if ours is not None:
-            settings = {"accumulate": program.accumulate, "time_limit": 2.0, "run": loss_in_context, **ours}
+            settings = {"accumulate": program.accumulate, "solver_time_limit": 2.0, "run": loss_in_context, **ours}
             # Gradients that are read or edited between the backward and the step are there in this case only.
             settings["delayed"] = bool(program.clip) or program.habit in ("gradients", "edit", "norms")
             engine = context.enter_context(

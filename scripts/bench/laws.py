@@ -81,7 +81,7 @@ def case(seed: int) -> Case:
 def _least(profile: Profile) -> int:
     needed: int | None = None
     try:
-        lt_offload.solve(profile, memory=1, time_limit=NO_LIMIT_S)
+        lt_offload.solve(profile, memory=1, solver_time_limit=NO_LIMIT_S)
     except lt_offload.InfeasibleError as error:
         needed = error.needed_bytes
     assert needed is not None
@@ -89,7 +89,7 @@ def _least(profile: Profile) -> int:
 
 
 def _solved(profile: Profile, memory: int = AMPLE, ram: int = AMPLE) -> lt_offload.Plan:
-    return lt_offload.solve(profile, memory=memory, host_memory=ram, time_limit=NO_LIMIT_S)
+    return lt_offload.solve(profile, memory=memory, host_memory=ram, solver_time_limit=NO_LIMIT_S)
 
 
 def with_faster_copies(profile: Profile, factor: float) -> Profile:

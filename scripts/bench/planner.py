@@ -53,7 +53,7 @@ def tight(limit_s: float) -> Iterator[dict[str, Any]]:
 
 def _case(name: str, profile: lt_offload.Profile, gigabytes: int, goal: float, limit_s: float) -> dict[str, Any]:
     watch = Stopwatch()
-    plan = lt_offload.solve(profile, memory=int(gigabytes * GB), host_memory=int(128 * GB), time_limit=limit_s)
+    plan = lt_offload.solve(profile, memory=int(gigabytes * GB), host_memory=int(128 * GB), solver_time_limit=limit_s)
     return {"name": name, "goal_s": goal, **figures_of(plan), **watch.figures()}
 
 
@@ -129,7 +129,7 @@ def main() -> int:
         profile = lt_offload.profile_config(config, dtype="bfloat16", hardware=options.hardware, **shape)
         profiled = time.perf_counter()
         watch, room = Stopwatch(), {"memory": options.memory, "host_memory": options.host_memory}
-        plan = lt_offload.solve(profile, **room, time_limit=options.seconds)
+        plan = lt_offload.solve(profile, **room, solver_time_limit=options.seconds)
         planned, done = watch.figures(), time.perf_counter()
         trace = lt_offload.simulate(plan, profile)
         simulated = time.perf_counter()

@@ -245,7 +245,7 @@ def planned(kind: str) -> Found:
         profile = lt_offload.profile_config(
             tiny(kind), batch_size=ROWS, sequence_length=TOKENS, hardware="rtx-3060-12gb"
         )
-        lt_offload.solve(profile, memory="4GB", time_limit=2.0)
+        lt_offload.solve(profile, memory="4GB", solver_time_limit=2.0)
     except lt_offload.OffloadError as error:
         return Found("from configuration", "refused", f"{type(error).__name__}: {error}"[:600])
     except Exception as error:

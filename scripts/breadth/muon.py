@@ -83,7 +83,7 @@ def trained(case: dict[str, Any], ours: dict[str, Any] | None) -> Ended:
     optimizer = muon(model)
     context: Any = contextlib.nullcontext()
     if ours is not None:
-        settings = {"accumulate": accumulate, "delayed": clip is not None, "time_limit": 1.0} | ours
+        settings = {"accumulate": accumulate, "delayed": clip is not None, "solver_time_limit": 1.0} | ours
         context = lt_offload.offloaded(model, optimizer, batch(0), accelerator="cpu", **settings)
     with context as engine:
         for step in range(STEPS):

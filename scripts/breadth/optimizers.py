@@ -102,7 +102,7 @@ def _trained(make: Make, ours: dict[str, Any] | None) -> Ended:
     optimizer = make(model)
     context: Any = contextlib.nullcontext()
     if ours is not None:
-        context = lt_offload.offloaded(model, optimizer, _batch(0), accelerator="cpu", time_limit=1.0, **ours)
+        context = lt_offload.offloaded(model, optimizer, _batch(0), accelerator="cpu", solver_time_limit=1.0, **ours)
     with context as engine:
         torch.manual_seed(5)
         for seed in range(_STEPS):

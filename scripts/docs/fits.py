@@ -41,7 +41,7 @@ def case(model: str, way: str, card: str, seconds: float) -> dict[str, Any]:
     )
     row: dict[str, Any] = {"reason": "", "iteration_s": None}
     try:
-        plan = lt_offload.solve(profile, memory=machine.device_bytes, time_limit=seconds)
+        plan = lt_offload.solve(profile, memory=machine.device_bytes, solver_time_limit=seconds)
         row |= {name: getattr(plan.predicted, name) for name in _SHOWN} | {"planner": plan.planner}
     except InfeasibleError as error:
         if str(error).startswith("host_memory"):

@@ -55,7 +55,7 @@ def cell(app: App, card: str, seconds: float) -> dict[str, Any]:
     assert first != "auto"
     for ram in RAM:
         machine = load_hardware(f"{card},ram={ram}")
-        settings = Settings(memory=MEMORY[card], host_memory=machine.host_bytes, time_limit=seconds)
+        settings = Settings(memory=MEMORY[card], host_memory=machine.host_bytes, solver_time_limit=seconds)
         for parts in (first, *(more for more in PARTS if more > first)):
             if parts not in profiles:
                 profiles[parts] = estimate(app, load_hardware(card), None, parts)

@@ -177,7 +177,7 @@ def main() -> None:
         if way in PLANNED:
             profile = at(PLANNED[way], *pair)
             plan = make_plan(
-                profile, Settings(memory=CARDS[-1] * 10**9, host_memory=f"{RAM}GB", time_limit=options.seconds)
+                profile, Settings(memory=CARDS[-1] * 10**9, host_memory=f"{RAM}GB", solver_time_limit=options.seconds)
             )
             plans.append(
                 {

@@ -399,8 +399,8 @@ AROUND = (
     mutant(
         "a plan that takes over has another budget",
         REPLAN,
-        "memory=plan.budget_bytes, time_limit=limit",
-        "time_limit=limit",
+        "memory=plan.budget_bytes, solver_time_limit=limit",
+        "solver_time_limit=limit",
         "unit/strategy/test_replan.py",
         "parity/lightning/test_replan.py",
     ),

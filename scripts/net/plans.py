@@ -28,7 +28,7 @@ def text(plan: Plan) -> str:
 def golden(seed: int, planner: PlannerName) -> str:
     """Return the plan of golden profile ``seed``, or why there is none."""
     try:
-        return text(planned(seed, planner, time_limit=LONG_S))
+        return text(planned(seed, planner, solver_time_limit=LONG_S))
     except (InfeasibleError, UnsupportedError) as error:
         return json.dumps({"error": f"{type(error).__name__}: {error}"}, indent=1) + "\n"
 

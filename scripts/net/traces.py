@@ -194,7 +194,7 @@ def planned(case: Case) -> Plan:
     weights = sum(2 * tensor.bytes + tensor.state_bytes for tensor in found.tensors)
     everything = weights + sum(block.option("keep").saved_bytes for block in found.blocks) + found.shared_bytes
     with clock_stopped():
-        plan = solve(found, memory=int(case.share * everything), time_limit=1e6, **case.settings)
+        plan = solve(found, memory=int(case.share * everything), solver_time_limit=1e6, **case.settings)
     assert case.has(plan), f"{case.settings}: {plan.planner}, {plan.options}, {plan.update_places}, {plan.passes}"
     return plan
 

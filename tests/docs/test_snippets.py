@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def once() -> Iterator[None]:
     """Profiles of configurations and their plans are made once for all pages; most snippets plan the same."""
     known: dict[Any, Any] = {}
-    quickly = partial(lt_offload.solve, time_limit=1.0)
+    quickly = partial(lt_offload.solve, solver_time_limit=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lt_offload, "profile_config", _remembered(lt_offload.profile_config, known))
         patch.setattr(lt_offload, "solve", _remembered(quickly, known))

@@ -109,9 +109,9 @@ class Plans(_InFolder):
         self.profile = tiny_profile()
         floor = 700_000_000  # the context of the card counts
         planners: tuple[Any, ...] = ("resident", "offmate", "greedy", "l2l", "memferry")
-        made = [solve(self.profile, memory=floor, planner=planner, time_limit=2) for planner in planners]
-        made.append(solve(self.profile, memory=floor, accumulate=3, time_limit=2))
-        made.append(solve(self.profile, memory=floor, accumulate=2, delayed=True, time_limit=2))
+        made = [solve(self.profile, memory=floor, planner=planner, solver_time_limit=2) for planner in planners]
+        made.append(solve(self.profile, memory=floor, accumulate=3, solver_time_limit=2))
+        made.append(solve(self.profile, memory=floor, accumulate=2, delayed=True, solver_time_limit=2))
         self.sound = [json.loads(to_json(plan)) for plan in made]
 
     def attempt(self, random: Random) -> None:
@@ -142,7 +142,7 @@ class Profiles(_InFolder):
             planner=planner,
             accumulate=random.choice((1, 2, 5)),
             delayed=random.random() < 0.3,
-            time_limit=1,
+            solver_time_limit=1,
         )
         assert check(plan, profile) == []
 

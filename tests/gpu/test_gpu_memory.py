@@ -83,8 +83,8 @@ def test_the_budget_is_used(run: Run, target: Target) -> None:
 def test_the_allocator_does_not_run_short(run: Run, found: Found) -> None:
     """In the steady state: every retry makes the launching thread wait for the device."""
     found(allocator=run.seen["allocator"])
-    steady = run.seen["allocator"][WARM_UP:]
-    assert [one["retries"] + one["failures"] for one in steady] == [0] * len(steady)
+    warm, *_, last = run.seen["allocator"][WARM_UP - 1 :]
+    assert last == warm
 
 
 @pytest.mark.only("cuda", "cpu", fake=False)  # when something ran means nothing there

@@ -84,8 +84,8 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_measured(monke
 def test_a_setting_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "measure", lambda *_, **__: pytest.fail("measured"))
     model, optimizer, batch = fresh()
-    message = r"solver_time_limit=3 is no setting of offloaded\(\); choose among time_limit"
-    with pytest.raises(ConfigError, match=message), lt_offload.offloaded(model, optimizer, batch, solver_time_limit=3):
+    message = r"time_limit=3 is no setting of offloaded\(\); choose among solver_time_limit"
+    with pytest.raises(ConfigError, match=message), lt_offload.offloaded(model, optimizer, batch, time_limit=3):
         pass
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 import tempfile
 import textwrap
@@ -58,7 +59,10 @@ def new(
         data: what to train on; default: a data set of instructions from the hub.
         output: file to write; default: named after model, method and memory. Nothing is overwritten.
     """
-    check_output(output or "recipe.yaml", "--output", new=output is not None)
+    if output is not None and Path(output).suffix not in (".yaml", ".yml"):
+        stem = output.rstrip("/") or "recipe"
+        raise ConfigError(f"--output: {output!r} is not the name of a recipe; did you mean {stem}.yaml?")
+    check_output(output or _free(Path("recipe.yaml")), "--output", new=True)
     status(f"lt-finetune new {model}: starting PyTorch and Lightning")
     card = _machine(memory, host_memory, hardware)
     # What can be refused at once has been: these imports take seconds.
@@ -81,9 +85,9 @@ def new(
     clear()
     memory_name = machine.memory.replace(" ", "").lower()
     name = f"{source.architecture.removesuffix('.json')}-{chosen.method.name}-{memory_name}.yaml"
-    target = user_path(output) if output else _free(Path(name))
+    target = _free(Path(name)) if output is None else user_path(output)
     check_output(target, "--output", new=True)  # planning has taken a minute
-    _write(target, source, chosen, machine, text=drafts.text(chosen), has_data=data is not None)
+    _write(target, source, chosen, machine, text=drafts.text(chosen, stopped=stopped), has_data=data is not None)
     _explain(source, machine, ways, chosen, stopped=stopped)
     print(f"{target}  (run it: lt-finetune {target})")
     return 130 if stopped else 0
@@ -170,15 +174,15 @@ def header(
 
 
 def _free(path: Path) -> Path:
-    """Return ``path``, with a number in its name where there is such a file."""
+    """Return ``path``, with a number in its name where something has that name."""
     others = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
-    return next(one for one in itertools.chain([path], others) if not is_file(one))
+    return next(one for one in itertools.chain([path], others) if not os.path.lexists(one))
 
 
 def _check_architecture(source: NamedModel, folder: Path) -> None:
     """Raise ``ConfigError`` if ``folder`` has the architecture of another model under this one's name."""
     file = folder / source.architecture
-    if not source.shipped and is_file(file) and not source.has_architecture_of(file):
+    if not source.shipped and os.path.exists(file) and not (is_file(file) and source.has_architecture_of(file)):
         raise ConfigError(f"new: {file} exists already and is of another model; choose another folder")
 
 
@@ -226,6 +230,7 @@ def _explain(
     if fitting[0] == chosen.method:
         why = "the only one that fits" if len(fitting) == 1 else "the most exact one that fits"
     if stopped:
-        why += " of the plans until Ctrl-C; training, or 'lt-finetune plan', finds a better one"
+        print(textwrap.fill("Stopped by Ctrl-C: this is the best plan until then.", _WIDTH))
+        why += " so far; training, or 'lt-finetune plan', finds a better plan"
     reasons = f"Chosen: {chosen.method.title}, {why}; its step takes {slower:.2f} times as long as with enough memory."
     print(textwrap.fill(reasons, _WIDTH))

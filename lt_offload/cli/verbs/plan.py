@@ -212,7 +212,7 @@ def _first(profile: Profile, settings: Settings, keep: Callable[[Profile, Plan],
     Raises ``InfeasibleError`` if RAM is too small for any plan.
     """
     status("looking for a first plan")
-    quick = replace(settings, time_limit=min(settings.time_limit, _FIRST_SECONDS))
+    quick = replace(settings, solver_time_limit=min(settings.solver_time_limit, _FIRST_SECONDS))
     try:
         plan = make_plan(profile, quick, bounded=False)
     except OffloadError as error:
@@ -225,8 +225,8 @@ def _first(profile: Profile, settings: Settings, keep: Callable[[Profile, Plan],
     say(
         f"it fits. A first plan: about {format_seconds(predicted.iteration_s)} for {batch}{plan.batch_size} x "
         f"{plan.sequence_length} tokens{rate}, {format_bytes(predicted.device_peak_bytes)} on the device, "
-        f"{format_bytes(predicted.host_peak_bytes)} of RAM. Better ones take about {settings.time_limit:.0f} s at "
-        "most; Ctrl-C keeps the best so far"
+        f"{format_bytes(predicted.host_peak_bytes)} of RAM. Better ones take about {settings.solver_time_limit:.0f} s "
+        "at most; Ctrl-C keeps the best so far"
     )
 
 
@@ -414,7 +414,7 @@ def _solver(app: App, seconds: float) -> Callable[[Profile, int, int], Plan]:
     """Return a solver with the strategy's settings, for plans in ``seconds`` each; for all cards of a profile."""
     settings = settings_of(app)
     # Never more time than the user allows for a single plan.
-    settings = replace(settings, time_limit=min(settings.time_limit, seconds))
+    settings = replace(settings, solver_time_limit=min(settings.solver_time_limit, seconds))
     return lambda profile, memory, host_memory: make_plan(
         profile, replace(settings, memory=memory, host_memory=host_memory)
     )

@@ -117,6 +117,8 @@ class WayToTrain:
     """Batches of an update, one after the other."""
     plan: Plan | None = None
     error: Exception | None = None
+    compared: bool = False
+    """True once other divisions of its batch have been looked at."""
 
     @property
     def why(self) -> str:
@@ -135,6 +137,11 @@ class WayToTrain:
     def slowdown(self) -> float:
         """The time of an update over that with enough memory."""
         return self.iteration_s / self.plan.predicted.no_offload_s if self.plan else math.inf
+
+    @property
+    def undecided(self) -> bool:
+        """True if its batch is in the first number of parts that fits, where another may be faster."""
+        return self.parts > 1 and self.slowdown > _GOOD and not self.compared
 
     @property
     def verdict(self) -> str:
@@ -226,17 +233,21 @@ class Drafts:
     def improved(self) -> list[WayToTrain]:
         """Return the known ways with better plans where their first ones are far from what enough memory gives."""
         far = [at for at, way in enumerate(self.known) if way.plan is not None and way.slowdown > _GOOD]
+        chosen = best(self.known)
+        far.sort(key=lambda at: self.known[at] is not chosen)  # first what is written if this is stopped
         for done, at in enumerate(far):
             way = self.known[at]
             # The recipe that is chosen is profiled anew, and planned at length.
             left = (len(far) - done) * _PRICE_SECONDS + 3 * self._profile_s + 2 * _PRICE_SECONDS
             status(f"planning better, about {_in_fives(left)} s left, Ctrl-C keeps the first plans: {way.method.title}")
             parts, accumulate = self._likely(way)
+            self.known[at] = way = replace(way, compared=(parts, accumulate) == (way.parts, way.accumulate))
             cut = in_parts(scaled(self._wholes[way.method], BATCH // accumulate), parts)
             with suppress(OffloadError):  # the first plan stays
                 plan = self._plan(cut, _PRICE_SECONDS, accumulate)
                 if plan.predicted.iteration_s < way.iteration_s:
-                    self.known[at] = replace(way, plan=plan, parts=parts, accumulate=accumulate)
+                    way = replace(way, plan=plan, parts=parts, accumulate=accumulate)
+            self.known[at] = replace(way, compared=True)
         return self.known
 
     def _likely(self, way: WayToTrain) -> tuple[int, int]:
@@ -259,7 +270,7 @@ class Drafts:
             seconds = 3 * self._profile_s + 2 * _PRICE_SECONDS
             status(f"planning at length, about {_in_fives(seconds)} s left, Ctrl-C keeps its plan: {way.method.title}")
             try:
-                final = self._plan(self._profile(way), Settings().time_limit, way.accumulate)
+                final = self._plan(self._profile(way), Settings().solver_time_limit, way.accumulate)
                 return left, replace(way, plan=final)
             except Exception as error:
                 # A rough plan is of a profile that was scaled. It does not know what a model refuses, as to take
@@ -272,8 +283,11 @@ class Drafts:
                 errors += [] if other.plan is not None else [other.error or error]
         raise errors[0]
 
-    def text(self, way: WayToTrain) -> str:
-        """Return the recipe without its header, for the folder of the architecture."""
+    def text(self, way: WayToTrain, *, stopped: bool = False) -> str:
+        """Return the recipe without its header, for the folder of the architecture.
+
+        ``stopped``: it is written before all has been compared, and what is open is left to the plan of the training.
+        """
         source = self.source
         name = "text" if self.data is not None and Path(self.data).suffix in _PLAIN_TEXT else "alpaca"
         pieces = ["configs/base.yaml", *way.method.pieces, f"configs/data/{name}.yaml"]
@@ -289,7 +303,8 @@ class Drafts:
         if machine.host_memory is not None:
             lines.append(f"      host_memory: {machine.host_memory}  # RAM; null: what is free")
         if way.parts > 1:
-            lines.append(f"      micro_batches: {way.parts}  # parts of a batch that go through each layer in turn")
+            parts = "auto" if stopped and way.undecided else way.parts
+            lines.append(f"      micro_batches: {parts}  # parts of a batch that go through each layer in turn")
         lines += [
             "model:",
             f"  name: {quoted(source.name)}",
@@ -315,7 +330,7 @@ class Drafts:
             return estimate(app, self.machine.profile, batch_size, way.parts, host_memory=host_memory)
 
     def _settings(self, seconds: float) -> Settings:
-        return Settings(memory=self.machine.memory, host_memory=self.machine.host_memory, time_limit=seconds)
+        return Settings(memory=self.machine.memory, host_memory=self.machine.host_memory, solver_time_limit=seconds)
 
     def _plan(self, profile: Profile, seconds: float, accumulate: int) -> Plan:
         return make_plan(profile, replace(self._settings(seconds), accumulate=accumulate))

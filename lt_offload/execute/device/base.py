@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,17 +38,6 @@ if TYPE_CHECKING:
 
 Event = Task
 """Completion of one task, or of what the compute lane had been given when it was marked."""
-
-
-class AllocatorEvents(NamedTuple):
-    """Times that the framework's allocator has run short; each of these makes the launching thread wait."""
-
-    retries: int
-    """Allocations that worked only after everything unused had been given back."""
-    frees: int
-    """Times that memory was given back to the driver."""
-    failures: int
-    """Allocations that did not work at all."""
 
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
@@ -354,10 +343,6 @@ class Device(ABC):
 
     def end_iteration(self) -> None:  # noqa: B027
         """Note that an iteration has been issued: the device's own need (CUDA's context) may have grown."""
-
-    def allocator_events(self) -> AllocatorEvents:
-        """Return how often the framework's allocator has run short so far; never where it knows no limit."""
-        return AllocatorEvents(0, 0, 0)
 
     @abstractmethod
     def memory(self) -> int:

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lt_offload.errors import BEYOND_THE_PLAN, ConfigError, OverBudget, UnsupportedError
 from lt_offload.execute.device.arena import Arena
-from lt_offload.execute.device.base import AllocatorEvents, Buffer, Cell, Device, Event, before_writing
+from lt_offload.execute.device.base import Buffer, Cell, Device, Event, before_writing
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
 from lt_offload.execute.device.cuda_tasks import Completions, CudaTask, CudaTaskRunner, StreamState, tasks_of
 from lt_offload.execute.device.lanes import ON_HOST, Lanes, plain_torch
@@ -328,10 +328,6 @@ class CudaDevice(Device):
     @override
     def peak_memory(self) -> int:
         return self._cuda.peak_reserved() + self._context.nbytes
-
-    @override
-    def allocator_events(self) -> AllocatorEvents:
-        return self._cuda.allocator_events()
 
     @override
     def reset_peak(self) -> None:

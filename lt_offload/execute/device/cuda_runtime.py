@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from lt_offload.compat.torch import cuda_memory_stats, current_stream_key, reset_cuda_peaks
-from lt_offload.execute.device.base import AllocatorEvents
 from lt_offload.machine import driver, zero_copy
 
 
@@ -72,11 +71,6 @@ class CudaRuntime:
     def context_bytes(self) -> tuple[int, bool]:
         """Return the process's device memory beside torch's allocator, and whether that is exact. Waits for nothing."""
         return driver.beside_bytes(self.device)
-
-    def allocator_events(self) -> AllocatorEvents:
-        """Return how often torch's allocator has run short so far."""
-        stats = cuda_memory_stats(self._index)
-        return AllocatorEvents(stats["num_alloc_retries"], stats["num_device_free"], stats["num_ooms"])
 
     def available(self) -> int:
         """Return the device memory that torch's allocator has or could get."""

@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import sub
 from typing import cast
 
-from lt_offload.execute.device.base import AllocatorEvents, Device
+from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.lanes import WAITING
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.trace import Span, Trace
@@ -38,11 +37,8 @@ class Recorder:
         self.iteration_s = 0.0
         self.waited_s = 0.0
         self.device_peak = 0
-        self.allocator = AllocatorEvents(0, 0, 0)
-        """The events of the last complete iteration."""
         self._waited = 0.0
         self._began = 0.0
-        self._before = self.allocator
         self._steps: list[float] = []
         self._peaks: list[int] = []
         self._finished: tuple[float, float, list[tuple[float, int]]] = (0.0, 0.0, [])
@@ -52,7 +48,6 @@ class Recorder:
         """Start an iteration."""
         self._began = self.device.now()
         self._steps, self._peaks = [], []
-        self._before = self.device.allocator_events()
         self.device.record(True)
         self.device.reset_peak()
 
@@ -83,7 +78,6 @@ class Recorder:
         self.device_peak = max(self._peaks, default=self.device.peak_memory())
         self._finished = (self._began, now, list(zip(self._steps, self._peaks, strict=True)))
         self._spans = [span for span in self._spans if span[4] > self._began] + self.device.take_spans()
-        self.allocator = AllocatorEvents(*map(sub, self.device.allocator_events(), self._before))
         self.device.end_iteration()
 
     def stats(self, host_peak: int, grad_norm: float | None) -> EngineStats:
@@ -120,7 +114,4 @@ class Recorder:
             budget_bytes=budget_bytes,
             spans=tuple(sorted(spans, key=lambda span: (span.start, span.lane))),
             memory=tuple((at - began, peak) for at, peak in samples),
-            allocator_retries=self.allocator.retries,
-            allocator_frees=self.allocator.frees,
-            allocator_failures=self.allocator.failures,
         )

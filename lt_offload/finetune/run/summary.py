@@ -269,7 +269,7 @@ def run_gains(summary: RunSummary, trainer: Trainer) -> tuple[Gain, ...]:
 
     def again(profile: Profile, memory: int, host_memory: int) -> Plan:
         return make_plan(
-            profile, replace(strategy.settings, memory=memory, host_memory=host_memory, time_limit=patience)
+            profile, replace(strategy.settings, memory=memory, host_memory=host_memory, solver_time_limit=patience)
         )
 
     return gains(strategy.plan, strategy.profile, again, say=lambda what: rank_zero_info(f"{what} ..."))

@@ -430,7 +430,7 @@ class Planning(Processes):
             self._replanning = follow(self.settings, profile)
             return
         in_ram = " (in RAM, beside host_memory: the device is emulated)" if self.root_device.type == "cpu" else ""
-        self.say(f"planning for {format_bytes(budget)}, {settings.time_limit:g} s at most{in_ram}")
+        self.say(f"planning for {format_bytes(budget)}, {settings.solver_time_limit:g} s at most{in_ram}")
         if count == "auto":
             choice = choose_parts(lambda parts: profile if parts == 1 else profiled(parts), settings)
             self.profile, plan = choice.profile, choice.plan
@@ -462,7 +462,9 @@ class Planning(Processes):
             everything = partial(measure, before.parts, with_more(self._optimizer, frozen))
             profile = replace(self.one_profile(everything, known=before.hardware), contention=before.contention)
             # Only whether there is one matters, and the first one is found at once.
-            settings = replace(self.settings, memory=budget, time_limit=min(self.settings.time_limit, LEAST_S))
+            settings = replace(
+                self.settings, memory=budget, solver_time_limit=min(self.settings.solver_time_limit, LEAST_S)
+            )
             self.of_first(partial(make_plan, profile, settings))
         except OffloadError as error:
             rank_zero_warn(

@@ -115,7 +115,7 @@ class Bench:
 
     def plan(self, way: str, switches: dict[str, Any] | None = None, **options: Any) -> Plan:
         """Return a plan that has to copy, or in which everything stays; for one question the same."""
-        switches = {"host_update": equal_updates(self.device), "time_limit": 2.0} | (switches or {})
+        switches = {"host_update": equal_updates(self.device), "solver_time_limit": 2.0} | (switches or {})
         key = repr((way, sorted(switches.items()), sorted(options.items())))
         if key in self.plans:
             made: Plan = self.plans[key]

@@ -80,7 +80,7 @@ def planned(recipe: str, target: Target) -> str:
         measured = ["--trainer.max_steps", "1", "--trainer.num_sanity_val_steps", "1"]
         assert main([recipe, *measured, "--trainer.default_root_dir", "measured"]) == 0
         profile = Profile.load("measured/profile.json")
-        switches: dict[str, Any] = {"host_update": equal_updates(target.torch_device), "time_limit": 2.0}
+        switches: dict[str, Any] = {"host_update": equal_updates(target.torch_device), "solver_time_limit": 2.0}
         plan = lt_offload.solve(profile, memory=between(profile, 0.4, **switches), **switches)
         assert any(op.lane in ("h2d", "d2h") for op in plan.ops), plan.explain()
         plan.save("tight.json")

@@ -22,7 +22,7 @@ def own_session(bench: Bench, **settings: Any) -> tuple[Result, Any]:
     model, optimizer = bench.fresh()
     batches = bench.batches()
     here = Here(model=model, optimizer=optimizer, batches=batches, device=bench.device)
-    made = {"host_update": equal_updates(bench.device), "time_limit": 2.0} | settings
+    made = {"host_update": equal_updates(bench.device), "solver_time_limit": 2.0} | settings
     with lt_offload.offloaded(model, optimizer, batches[0], accelerator="cuda", **made) as engine:
         torch.manual_seed(1)
         losses = plain_steps(here)

@@ -175,7 +175,7 @@ def test_profiled_planned_and_trained() -> None:
     assert keep.saved_bytes > 0
     assert recompute.forward_peak_bytes >= keep.saved_bytes  # its first forward builds a graph, too
     roomy = solve(found, memory="1GB", planner="resident")
-    plan = solve(found, memory=int(roomy.predicted.device_peak_bytes * 0.6), time_limit=5)
+    plan = solve(found, memory=int(roomy.predicted.device_peak_bytes * 0.6), solver_time_limit=5)
     assert check(plan, found) == []
     actual, peak = trained_on(HostileDevice(plan.budget_bytes, check=True), case, plan)
     assert differences(expected, actual) == []

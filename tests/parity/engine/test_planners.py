@@ -75,7 +75,7 @@ def smallest(profile: Profile, planner: PlannerName) -> Plan:
     budget = sum(t.bytes for t in profile.tensors) // (1 if states else 3) + states
     while True:
         try:
-            return lt_offload.solve(profile, memory=budget, planner=planner, time_limit=2.0)
+            return lt_offload.solve(profile, memory=budget, planner=planner, solver_time_limit=2.0)
         except (InfeasibleError, UnsupportedError) as error:
             assert budget < 10**9
             budget = max(int(1.2 * budget), getattr(error, "needed_bytes", None) or 0)

@@ -129,7 +129,7 @@ def middle(profile: Profile) -> int:
 @pytest.mark.parametrize("seed", range(10))
 def test_every_copy_to_the_device_is_for_an_update_or_brings_back_what_had_to_make_room(seed: int) -> None:
     profile = random_profile(np.random.default_rng(seed), KINDS[seed % len(KINDS)])
-    plan = solve(profile, memory=middle(profile), time_limit=1, delayed=True)
+    plan = solve(profile, memory=middle(profile), solver_time_limit=1, delayed=True)
     assert check(plan, profile) == []
     assert needless(plan) == []
 

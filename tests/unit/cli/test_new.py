@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -174,7 +175,9 @@ def test_ctrl_c_writes_the_best_recipe_until_then(
     assert set(seconds) == {0.5}
     assert captured.err.count(": yes, ") == plans
     assert f"Chosen: {METHODS[1].title}, " in captured.out
-    assert " of the plans until Ctrl-C; training, or 'lt-finetune plan'," in " ".join(captured.out.split())
+    said = " ".join(captured.out.split())
+    assert "Stopped by Ctrl-C: this is the best plan until then." in said
+    assert " so far; training, or 'lt-finetune plan', finds a better plan" in said
     Path("rows.json").write_text("[]")
     assert main(["check", "mine.yaml"]) == 0, capsys.readouterr().err
 
@@ -223,9 +226,23 @@ def test_models_that_cannot_be_trained(
         (("phi2", "--memory", "12"), 'did you mean "12GB"?'),
         (("phi2", "--hardware", "rtx-9999"), "hardware='rtx-9999'"),
         (("phi2", *CARD, "--output", "gone/mine.yaml"), "there is no folder gone"),
+        (("phi2", *CARD, "--output", "mine"), "--output: 'mine' is not the name of a recipe; did you mean mine.yaml?"),
+        (("phi2", *CARD, "--output", "mine/"), "'mine/' is not the name of a recipe; did you mean mine.yaml?"),
+        (("phi2", *CARD, "--output", "plan"), "--output: 'plan' is not the name of a recipe; did you mean plan.yaml?"),
+        (("phi2", *CARD, "--output", ""), "--output: '' is not the name of a recipe; did you mean recipe.yaml?"),
+        (("phi2", *CARD, "--output", "folder.yaml"), "--output: cannot write folder.yaml: it is a folder; add the"),
+        (("phi2", *CARD, "--output", "kept.yaml"), "--output: kept.yaml exists already; give another name"),
+        (("phi2", *CARD, "--output", "kept.yaml/mine.yaml"), "there is no folder kept.yaml, it is a file"),
+        (("phi2", *CARD, "--output", "locked/mine.yaml"), "the folder locked is read-only for you"),
     ],
 )
-def test_mistakes(args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("folder.yaml", "locked"):
+        Path(folder).mkdir()
+    Path("kept.yaml").write_text("")
+    monkeypatch.setattr(os, "access", lambda path, _mode: str(path) != "locked")  # root may write anywhere
     assert message in fails(capsys, "new", *args)
 
 
@@ -240,12 +257,63 @@ def test_a_recipe_without_a_name_takes_one_that_is_free(monkeypatch: pytest.Monk
     for name, result in (("ways", None), ("improved", None), ("choose", ([chosen], chosen))):
         monkeypatch.setattr(Drafts, name, lambda *_, result=result: result)
     text = "kept"
-    for path in ("phi2-full-12gb.yaml", "phi2-full-12gb-2.yaml", "phi2-full-12gb-3.yaml"):
+    Path("recipe.yaml").mkdir()
+    Path("phi2-full-12gb-4.yaml").mkdir()
+    for path in ("phi2-full-12gb.yaml", "phi2-full-12gb-2.yaml", "phi2-full-12gb-3.yaml", "phi2-full-12gb-5.yaml"):
         assert not Path(path).exists()
         assert main(["new", "phi2", "--memory", "12GB", *CARD]) == 0
         assert path in Path(path).read_text()
         Path(path).write_text(text)
-    assert [path.read_text() for path in Path().glob("*.yaml")].count(text) == 3
+    assert [path.read_text() for path in Path().glob("*.yaml") if path.is_file()].count(text) == 4
+
+
+@pytest.mark.parametrize("at", ["the first plan", "a division that promises more", "its plan", "the end"])
+def test_ctrl_c_leaves_to_the_plan_of_the_training_what_was_not_compared(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first number of parts that fits is not the recipe's, unless others have been looked at."""
+    made = list[int]()
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def planned(_drafts: Drafts, profile: Profile, _seconds: float, _accumulate: int) -> Plan:
+        if len(made) == {"its plan": 1, "the end": 2}.get(at):
+            raise KeyboardInterrupt
+        made.append(profile.parts)
+        return replace(PLAN, predicted=replace(PLAN.predicted, iteration_s=4.0 - len(made), no_offload_s=0.5))
+
+    def promised(_profile: Profile, split: Any, _settings: Any) -> float:
+        if at == "a division that promises more":
+            raise KeyboardInterrupt
+        return 2.0 - (split.parts == 16)
+
+    monkeypatch.setattr(Drafts, "_plan", planned)
+    monkeypatch.setattr(ways, "promised_s", promised)
+    if at == "the first plan":
+        monkeypatch.setattr(Drafts, "improved", stop)
+    args = ("--memory", "900MB", *CARD, "--method", "lora", "--output", "mine.yaml")
+    assert main(["new", described(_name_or_path="a/b"), *args]) == 130
+    settings = yaml.safe_load(Path("mine.yaml").read_text())["trainer"]["strategy"]["init_args"]
+    assert made == ([4, 16] if at == "the end" else [4])
+    assert settings["micro_batches"] == (16 if at == "the end" else "auto")
+
+
+def test_what_is_written_after_ctrl_c_is_improved_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = Drafts(
+        named(described(_name_or_path="a/b")), Machine(load_hardware("rtx-3060"), None, "1GB", None), None, tmp_path
+    )
+    drafts.known = [way(0, 9.0), way(3, 4.0), way(4, 3.0)]
+    improved = list[str]()
+
+    def likely(_drafts: Drafts, one: WayToTrain) -> None:
+        improved.append(one.method.title)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Drafts, "_likely", likely)
+    with pytest.raises(KeyboardInterrupt):
+        drafts.improved()
+    assert improved == [best(drafts.known).method.title] == [METHODS[3].title]
 
 
 @pytest.mark.parametrize("fast", [(1, 1), (16, 1)])
@@ -280,6 +348,9 @@ def test_what_is_there_is_not_replaced_by_another_architecture(
         error = fails(capsys, "new", name, "--memory", "900MB", *CARD, "--method", "full")
         assert "b.json exists already and is of another model" in error
         assert Path("b.json").read_text() == content
+    Path("b.json").unlink()
+    Path("b.json").mkdir()
+    assert "b.json exists already" in fails(capsys, "new", name, "--memory", "900MB", *CARD, "--method", "full")
     assert not Path("b-full-900mb.yaml").exists()
 
 

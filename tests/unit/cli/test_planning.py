@@ -60,7 +60,7 @@ def test_a_first_plan_is_told_at_once_and_kept_by_ctrl_c(
     limits = list[float]()
 
     def once(profile: Profile, settings: Settings, **options: Any) -> Plan:
-        limits.append(settings.time_limit)
+        limits.append(settings.solver_time_limit)
         if len(limits) > 1:
             raise KeyboardInterrupt
         return make_plan(profile, settings, **options)

@@ -139,7 +139,7 @@ def test_ctrl_c_comes_through_while_tensors_die(memory, driver):
     held = [memory.empty((LARGE_BYTES,), torch.uint8)]
     with pytest.raises(KeyboardInterrupt):
         deque(map(call, [interrupt_main, held.clear]), maxlen=0)  # nothing between the two that would notice
-    assert memory.mapped_bytes == 0
+    assert memory.locked_bytes == 0  # what nobody uses is given back first
     assert not driver.ranges
 
 
@@ -183,10 +183,10 @@ def test_every_tensor_and_group_lies_in_one_registration_or_in_none(requests, to
             assert driver.covers(tensor) or not driver.touches(tensor)
         said = memory.locked_bytes
         locked = sum(end - start for start, end in driver.ranges.items())
-        assert said == locked <= min(total, memory.mapped_bytes)
+        assert said == locked <= total
     memory.close()
     assert driver.ranges == {}
-    assert memory.mapped_bytes == memory.locked_bytes == 0
+    assert memory.locked_bytes == 0
 
 
 GPU = "0000:65:00.0"

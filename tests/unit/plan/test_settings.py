@@ -43,7 +43,7 @@ def test_the_strategy_takes_these_and_its_own_and_windows_are_the_trainers() -> 
     )
     taken = defaults(OffmateStrategy.__init__, "self", *own)
     windows = {"accumulate": 1, "delayed": False, "hosted": False}
-    assert {name.removeprefix("solver_"): value for name, value in taken.items()} | windows == DEFAULTS
+    assert taken | windows == DEFAULTS
 
 
 def test_what_the_strategy_is_given_arrives() -> None:
@@ -56,7 +56,7 @@ def test_what_the_strategy_is_given_arrives() -> None:
         "recompute": False,
         "gradient_reserve": 0.5,
     }
-    assert OffmateStrategy(solver_time_limit=7.0, **given).settings == Settings(time_limit=7.0, **given)
+    assert OffmateStrategy(solver_time_limit=7.0, **given).settings == Settings(solver_time_limit=7.0, **given)
     assert OffmateStrategy(chunked_loss=True).settings == Settings(chunked_loss=True)
 
 
@@ -76,7 +76,7 @@ def test_budgets_are_those_of_the_machine_unless_given() -> None:
         ({"planner": "magic"}, UnsupportedError, "planner='magic' does not exist; choose one of auto, offmate"),
         ({"gradient_reserve": -0.1}, ConfigError, "gradient_reserve=-0.1 .* from 0 to 1, or None"),
         ({"chunked_loss": True, "recompute": False}, ConfigError, "chunked_loss=True .* recompute=False .* one of"),
-        ({"time_limit": 0}, ConfigError, "solver_time_limit=0 must be a positive number of seconds"),
+        ({"solver_time_limit": 0}, ConfigError, "solver_time_limit=0 must be a positive number of seconds"),
     ],
 )
 def test_what_cannot_be(setting: dict[str, Any], error: type[Exception], message: str) -> None:

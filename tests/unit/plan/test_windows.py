@@ -51,7 +51,7 @@ def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mod
         contention=Contention(compute=0.1, h2d=0.5, d2h=0.5, host=0.9) if seed % 2 else Contention(),
     )
     for memory in budgets(profile, **mode):
-        plan = solve(profile, memory=memory, time_limit=3, **mode)
+        plan = solve(profile, memory=memory, solver_time_limit=3, **mode)
         assert check(plan, profile) == []
         trace = simulate(plan, profile)
         promise = plan.predicted
@@ -69,10 +69,10 @@ def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mod
 def test_no_plan_beats_the_bound_where_ram_is_short(seed: int, mode: dict[str, Any]) -> None:
     profile = random_profile(np.random.default_rng(seed + 20), KINDS[seed])
     memory = budgets(profile, **mode)[1]
-    ram = solve(profile, memory=memory, time_limit=3, **mode).predicted.host_peak_bytes
+    ram = solve(profile, memory=memory, solver_time_limit=3, **mode).predicted.host_peak_bytes
     for part in (1.0, 0.9):
         try:
-            plan = solve(profile, memory=memory, host_memory=int(part * ram), time_limit=3, **mode)
+            plan = solve(profile, memory=memory, host_memory=int(part * ram), solver_time_limit=3, **mode)
         except InfeasibleError:
             continue
         needed = plan.predicted.host_peak_bytes
@@ -194,7 +194,7 @@ def test_micro_batches_are_chosen_for_a_window_and_split_where_the_samples_are_g
         made.append(size)
         return scaled(small_profile(), size, None)
 
-    settings = Settings(memory=60_000, time_limit=1)
+    settings = Settings(memory=60_000, solver_time_limit=1)
     found = choose_batch(at, settings, Choices(most=8, accumulate=4))
     assert found.plan.window == 4
     assert found.plan.batch_size == found.batch_size <= 2
@@ -224,14 +224,14 @@ def test_no_room_says_what_would_do() -> None:
 def test_states_and_sums_of_large_blocks_travel_apart(planner: PlannerName, settings: dict[str, Any]) -> None:
     """States of a block leave in several copies, and stand beside all its sums: whoever comes next waits for all."""
     profile = llama7b_b4(8)
-    plan = solve(profile, memory=9 * 10**9, planner=planner, time_limit=3, **settings)
+    plan = solve(profile, memory=9 * 10**9, planner=planner, solver_time_limit=3, **settings)
     assert check(plan, profile) == []
 
 
 @pytest.mark.parametrize("settings", [{"accumulate": 2}, {"delayed": True}], ids=str)
 def test_windows_of_models_in_whose_blocks_nothing_is_trained(settings: dict[str, Any]) -> None:
     profile = small_profile(4, frozen=(0, 1, 2, 3), no_backward=4)
-    plan = solve(profile, memory="1GB", time_limit=3, **settings)
+    plan = solve(profile, memory="1GB", solver_time_limit=3, **settings)
     assert check(plan, profile) == []
     assert plan.adds_up
     assert plan.accumulate == settings.get("accumulate", 1)

@@ -67,4 +67,4 @@ def test_compiled_blocks_keep_less_and_are_faster() -> None:
     assert after.backward_s < before.backward_s
     assert [option.name for option in layer(compiled).options] == ["keep", "recompute", "reload", "offload", "discard"]
     assert [b for b in compiled.blocks if b.kind != "layer"] == [b for b in plain.blocks if b.kind != "layer"]
-    assert solve(compiled, memory="8GB", time_limit=2).predicted.iteration_s > 0
+    assert solve(compiled, memory="8GB", solver_time_limit=2).predicted.iteration_s > 0

@@ -127,7 +127,7 @@ def test_it_fits_a_terminal_and_collapses_equal_blocks(memory: str) -> None:
 
 def test_a_notebook_shows_words() -> None:
     profile = small_profile(8)
-    plan = solve(profile, memory=26_000, time_limit=0.1)
+    plan = solve(profile, memory=26_000, solver_time_limit=0.1)
     assert repr(plan) == f"<Plan for small: {headline(plan)}>"
     assert len(repr(profile)) < 200
     assert "8 blocks" in repr(profile)

@@ -80,7 +80,7 @@ def test_three_iterations_count_after_two_that_do_not(asked: list[Settings]) -> 
     assert found is not None
     assert found.takes_over
     assert found.profile.iterations == (5, 6, 7), "the training's, which has had others before this engine"
-    assert asked == [Settings(memory=PLAN.budget_bytes, time_limit=30.0)]
+    assert asked == [Settings(memory=PLAN.budget_bytes, solver_time_limit=30.0)]
     another = FakeEngine()
     another.plan = timed(found.plan, found.profile)
     assert due_after(replanning, another) == 5, "another engine warms up again"
@@ -96,7 +96,7 @@ def test_planning_takes_a_part_of_the_time_that_is_left(
     due_after(replanning, engine)
     found = replanning.correct(engine, steps, 7)  # type: ignore[arg-type]
     assert found is not None
-    assert [settings.time_limit for settings in asked] == ([] if limit is None else [pytest.approx(limit)])
+    assert [settings.solver_time_limit for settings in asked] == ([] if limit is None else [pytest.approx(limit)])
 
 
 def test_rows_that_are_shorter_than_planned_are_said_instead_of_a_lane(

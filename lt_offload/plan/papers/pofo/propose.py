@@ -89,7 +89,9 @@ def _allowed(request: Request) -> Allowed:
 def _sequences(chain: Chain, capacity_bytes: int, request: Request) -> Iterator[Iterator[tuple[Operation, ...]]]:
     """Yield sequences for one mix after the other; within a mix, those for more memory, which are faster, first."""
     # The finest slots for which there is time: it grows with their third power and the square of the layers.
-    most = (min(_SOLVE_SECONDS, request.settings.time_limit / 2) / (_SLOT_SECONDS * len(chain.layers) ** 2)) ** (1 / 3)
+    most = (min(_SOLVE_SECONDS, request.settings.solver_time_limit / 2) / (_SLOT_SECONDS * len(chain.layers) ** 2)) ** (
+        1 / 3
+    )
     for offload, recompute in _MIXES:
         if (request.settings.activation_offload or not offload) and (request.settings.recompute or not recompute):
             yield ChainProgram(

@@ -29,7 +29,7 @@ PROFILE = make_profile(layers=4, tensors_per_layer=2)
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return solve(PROFILE, memory=400 * MB, time_limit=5)
+    return solve(PROFILE, memory=400 * MB, solver_time_limit=5)
 
 
 def planned(plan: Plan | None) -> Any:
@@ -60,7 +60,7 @@ def test_a_long_run_tells_what_more_would_have_bought(
     monkeypatch.setattr("lt_offload.plan.make_plan", remember)
     found = run_gains(after(100.0), planned(plan))
     assert [gain.change.partition(" ")[0] for gain in found] == ["1", "8", "a", "host"]
-    assert {settings.time_limit for settings in asked} == {2.5}
+    assert {settings.solver_time_limit for settings in asked} == {2.5}
     assert not any(settings.recompute for settings in asked)
     page = write_report(make_run(tmp_path / "run"), found)
     assert "What more would buy" in page.read_text()
