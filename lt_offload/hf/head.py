@@ -21,6 +21,8 @@ from lt_offload.machine.replaced import Replaced
 from lt_offload.model.compiled import cover
 
 _MODULE = "trl.trainer.utils"
+_FUSED = "fused"
+"""A mark of calls of a head that apply TRL's function."""
 
 
 class HeadWeight:
@@ -46,19 +48,12 @@ def _calling(original: Any) -> type[Any]:
             """Call the head if ``weight`` is the stand-in of one, TRL's function otherwise."""
             if not isinstance(weight, HeadWeight):
                 return original.apply(hidden, weight, bias, *others)
-            return weight.head(hidden, _Fused(), *others)
+            return weight.head(hidden, _FUSED, *others)
 
     return Function
 
 
 _FUNCTION = Replaced(lambda: sys.modules[_MODULE], CHUNKED_LOG_PROBS, _calling)
-
-
-class _Fused:
-    """A mark of calls of a head that apply TRL's function."""
-
-    def __repr__(self) -> str:
-        return "fused"
 
 
 @contextmanager
@@ -103,7 +98,7 @@ def _fusing(head: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward of ``head`` that applies TRL's function where it is asked to."""
 
     def fusing(hidden: Any, *others: Any) -> Any:
-        if not others or not isinstance(others[0], _Fused):
+        if not others or not isinstance(others[0], str):
             return forward(hidden, *others)
         return _FUNCTION.original.apply(hidden, head.weight, getattr(head, "bias", None), *others[1:])
 

@@ -103,15 +103,9 @@ def converted(
     entry: Entry, convert: Callable[[Tensor], Tensor], scales: Callable[[Tensor], Tensor] | None = None
 ) -> Entry:
     """Return ``entry`` with other tensors: what ``convert`` makes of each, and ``scales``, if given, of the scales."""
-    scale = scales or convert
+    tensors: dict[str, Any] = {name: value for name, value in entry._asdict().items() if isinstance(value, Tensor)}
     return entry._replace(
-        exp_avg_scale=None if entry.exp_avg_scale is None else scale(entry.exp_avg_scale),
-        exp_avg_sq_scale=None if entry.exp_avg_sq_scale is None else scale(entry.exp_avg_sq_scale),
-        param=convert(entry.param),
-        grad=convert(entry.grad),
-        master=None if entry.master is None else convert(entry.master),
-        exp_avg=convert(entry.exp_avg),
-        exp_avg_sq=convert(entry.exp_avg_sq),
+        **{name: (scales if scales and name.endswith("_scale") else convert)(t) for name, t in tensors.items()}
     )
 
 
