@@ -103,10 +103,11 @@ def converted(
     entry: Entry, convert: Callable[[Tensor], Tensor], scales: Callable[[Tensor], Tensor] | None = None
 ) -> Entry:
     """Return ``entry`` with other tensors: what ``convert`` makes of each, and ``scales``, if given, of the scales."""
-    tensors: dict[str, Any] = {name: value for name, value in entry._asdict().items() if isinstance(value, Tensor)}
-    return entry._replace(
-        **{name: (scales if scales and name.endswith("_scale") else convert)(t) for name, t in tensors.items()}
-    )
+    changed: dict[str, Any] = {}
+    for name, value in entry._asdict().items():
+        if isinstance(value, Tensor):
+            changed[name] = (scales if scales is not None and name.endswith("_scale") else convert)(value)
+    return entry._replace(**changed)
 
 
 def with_moments(entry: Entry, dtype: torch.dtype) -> Entry:
