@@ -104,7 +104,7 @@ def converted(
 ) -> Entry:
     """Return ``entry`` with other tensors: what ``convert`` makes of each, and ``scales``, if given, of the scales."""
     changed: dict[str, Any] = {}
-    for name, value in entry._asdict().items():
+    for name, value in zip(Entry.__annotations__, entry, strict=True):
         if isinstance(value, Tensor):
             changed[name] = (scales if scales is not None and name.endswith("_scale") else convert)(value)
     return entry._replace(**changed)
