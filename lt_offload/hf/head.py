@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,13 +31,6 @@ class HeadWeight:
 
     def __init__(self, head: nn.Module, device: torch.device) -> None:
         self.head, self.device = head, device
-
-
-class _Head:
-    """A stand-in for the head in TRL's forward."""
-
-    def __init__(self, head: nn.Module, device: torch.device) -> None:
-        self.weight, self.bias = HeadWeight(head, device), None
 
 
 def _calling(original: Any) -> type[Any]:
@@ -68,7 +62,13 @@ def called(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module in fused:
             head = module.get_output_embeddings()  # type: ignore[operator]
             undo.callback(cover(head, "forward", _fusing(head, head.forward)))
-            undo.callback(cover(module, "get_output_embeddings", _heads(module, _Head(head, device))))
+            undo.callback(
+                cover(
+                    module,
+                    "get_output_embeddings",
+                    _heads(module, SimpleNamespace(weight=HeadWeight(head, device), bias=None)),
+                )
+            )
         yield
 
 
@@ -83,7 +83,7 @@ def _is_fused(module: nn.Module) -> bool:
     return False
 
 
-def _heads(module: nn.Module, told: _Head) -> Callable[[], Any]:
+def _heads(module: nn.Module, told: SimpleNamespace) -> Callable[[], Any]:
     original: Any = module.get_output_embeddings
 
     def get_output_embeddings() -> Any:
