@@ -133,23 +133,15 @@ _SHOWN = {device: _empty_strided_on(device) for device in compiled_allocations}
 _watchers = 0
 
 
-def show_buffers() -> Callable[[], None]:
-    """Let dispatch modes see the buffers that compiled code makes for itself; return a function that ends it.
+def show_buffers(on: bool) -> None:
+    """Let dispatch modes see the buffers that compiled code makes for itself, until all who have asked take it back.
 
     Generated code calls allocation functions of its own, which no dispatch mode sees: those are replaced.
     """
     global _watchers
-    _watchers += 1
-    if _watchers == 1:
-        allocate_compiled_with(_SHOWN)
-
-    def undo() -> None:
-        global _watchers
-        _watchers -= 1
-        if _watchers == 0:
-            allocate_compiled_with(compiled_allocations)
-
-    return undo
+    _watchers += 1 if on else -1
+    if _watchers == int(on):
+        allocate_compiled_with(_SHOWN if on else compiled_allocations)
 
 
 class OperationLog(OperationMode):
