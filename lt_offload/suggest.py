@@ -23,9 +23,9 @@ def some(names: Sequence[str], *, most: int = 3) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", cutoff: float = 0.65, most: int = 3) -> str:
     """Return a hint for the end of an error about ``name``; empty if nothing is near it."""
-    close = nearest(name, known)
+    close = nearest(name, known, cutoff=cutoff, most=most)
     return f"; did you mean {' or '.join(prefix + other for other in close)}?" if close else ""
 
 

@@ -38,10 +38,12 @@ class Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message."""
-        if not is_first() or not _for_users(record) or (quiet() and record.levelno < logging.WARNING):
+        warns = record.levelno >= logging.WARNING
+        # Lightning's messages are not for users, unless they are warnings.
+        if not is_first() or not (warns or (record.pathname.startswith(_PACKAGE) and not quiet())):
             return
         message = record.getMessage().removeprefix(_PREFIX)
-        if record.levelno >= logging.WARNING:
+        if warns:
             message = f"warning: {' '.join(message.split())}"
         elif message.startswith(_PASSING) and "\n" not in message:
             status(message.removesuffix(" ..."))
@@ -90,8 +92,3 @@ def _waiting(record: logging.LogRecord) -> bool:
     if record.levelno == logging.WARNING:
         status("waiting for the hub, which does not answer")
     return record.levelno > logging.WARNING
-
-
-def _for_users(record: logging.LogRecord) -> bool:
-    """Return whether a message is for users: Lightning's are not, unless they are warnings."""
-    return record.levelno >= logging.WARNING or record.pathname.startswith(_PACKAGE)

@@ -17,7 +17,7 @@ from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 from lt_offload.nested import dotted
 from lt_offload.resources import is_dir, is_file, shipped_files, shipped_root, user_path
-from lt_offload.suggest import nearest
+from lt_offload.suggest import did_you_mean, nearest
 from lt_offload.units import parse_bytes
 from lt_offload.yaml_files import read_yaml
 
@@ -64,11 +64,10 @@ def find(recipe: str) -> Path:
     verbs = nearest(name, [*VERBS, "help"], cutoff=0.7, most=1)
     if verbs:
         raise ConfigError(f"there is no verb or recipe {recipe!r}; did you mean {verbs[0]}?")
-    close = nearest(name, known, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else "'lt-finetune ls' lists the recipes that come with it"
+    hint = did_you_mean(name, known, cutoff=0.5) or "; 'lt-finetune ls' lists the recipes that come with it"
     if is_dir(path):
         raise ConfigError(f"{recipe!r} is a folder without config.yaml, so no run; give a recipe or a run folder")
-    raise ConfigError(f"there is no recipe {recipe!r}: no such file, and none of that name is shipped; {hint}")
+    raise ConfigError(f"there is no recipe {recipe!r}: no such file, and none of that name is shipped{hint}")
 
 
 def is_run(recipe: str | Path) -> bool:

@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,12 +15,14 @@ from torch import nn
 
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.resources import is_dir, user_path
-from lt_offload.suggest import nearest
+from lt_offload.suggest import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 CONFIG = "adapter_config.json"
+_OF_PEFT = {"alpha": "lora_alpha", "dropout": "lora_dropout", "dora": "use_dora", "rslora": "use_rslora"}
+"""Peft's names of settings that have another one there."""
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -54,18 +56,7 @@ class LoraArgs:
 
     def peft(self) -> dict[str, Any]:
         """Return the arguments of ``peft.LoraConfig``."""
-        return {
-            "r": self.r,
-            "lora_alpha": self.alpha,
-            "lora_dropout": self.dropout,
-            "target_modules": self.target_modules,
-            "target_parameters": self.target_parameters,
-            "use_dora": self.dora,
-            "use_rslora": self.rslora,
-            "modules_to_save": self.modules_to_save,
-            "bias": self.bias,
-            "task_type": "CAUSAL_LM",
-        }
+        return {_OF_PEFT.get(name, name): value for name, value in asdict(self).items()} | {"task_type": "CAUSAL_LM"}
 
 
 def check_adapters(lora: LoraArgs | None, adapter: str | None, chosen: Mapping[str, Sequence[str] | None]) -> None:
@@ -202,9 +193,8 @@ def _check_names(model: nn.Module, args: LoraArgs) -> None:
         for name in names:
             if not any(one == name or one.endswith(f".{name}") for one in known):
                 ends = sorted({one.rpartition(".")[2] for one in known if not one.rpartition(".")[2].isdigit()})
-                near = nearest(name, ends, cutoff=0.5, most=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ends)}"
-                raise ConfigError(f"model.lora.{setting}={names!r}: no layer is called {name!r}; {hint}")
+                hint = did_you_mean(name, ends, cutoff=0.5, most=1) or f"; there are {', '.join(ends)}"
+                raise ConfigError(f"model.lora.{setting}={names!r}: no layer is called {name!r}{hint}")
 
 
 def _peft(setting: str) -> Any:

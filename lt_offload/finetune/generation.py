@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -73,8 +74,7 @@ class Remembered:
 
     def begin(self, ids: Sequence[int]) -> int:
         """Return the number of tokens of ``ids`` that need no second pass, all but one at most; forget all others."""
-        same = next((n for n, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
-        same = min(same, len(ids) - 1, len(self.ids))
+        same = min(len(commonprefix([self.ids, list(ids)])), len(ids) - 1)
         if self.cache is not None and same < len(self.ids):
             try:
                 self.cache.crop(same - len(self.ids))

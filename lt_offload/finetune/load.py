@@ -133,7 +133,7 @@ def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as
                 if not tensor.untyped_storage().resizable():  # pages of the file
                     tensor.data = tensor.data.clone()
     _check_complete(name, report)
-    result: PreTrainedModel = _named(model, name)
+    result: PreTrainedModel = named(model, name)
     return result
 
 
@@ -159,34 +159,28 @@ def _stored(
     if not read_stored(model, tensors, quantize, getattr(torch, dtype), shipped=shipped is not None):
         return None
     model.tie_weights()
-    result: PreTrainedModel = _named(model, name)
+    result: PreTrainedModel = named(model, name)
     return result
 
 
-def _named(model: Any, name: str) -> Any:
-    """Return ``model``, read from files, with its name and its settings for generation."""
-    model.name_or_path = shown_name(name)
+def named(model: Any, name: str, *, pretrained: bool = True) -> Any:
+    """Return ``model`` with its name, and with its settings for generation, which are those of its ``pretrained`` one.
+
+    To other programs the name of a converted model is its folder.
+    """
+    model.name_or_path = locate(name) if source_of(name) is not None else name
     set_name(model.config, model.name_or_path)
-    add_generation_config(model, name)
+    if pretrained:
+        from transformers import GenerationConfig
+
+        with suppress(OSError):  # many have none, and one is made of their configuration
+            model.generation_config = GenerationConfig.from_pretrained(locate(name))
     return model
-
-
-def shown_name(name: str) -> str:
-    """Return the name of a model for other programs: the folder of a converted one, else ``name``."""
-    return locate(name) if source_of(name) is not None else name
 
 
 def base_of(model: Any) -> Any:
     """Return the Hugging Face model in ``model``, which may have adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def add_generation_config(model: Any, name: str) -> None:
-    """Give ``model`` the generation settings of model ``name``, if there are any."""
-    from transformers import GenerationConfig
-
-    with suppress(OSError):  # many have none, and one is made of their configuration
-        model.generation_config = GenerationConfig.from_pretrained(locate(name))
 
 
 def _check_complete(name: str, report: dict[str, Any]) -> None:

@@ -170,10 +170,6 @@ class FineTune(LightningModule):
             raise ConfigError(NO_STORED_DORA.format(quantize))
         check_quantize(quantize, lora=adapter if lora is None else lora, compiled=compile_blocks, dtype=dtype)
         layers.check_kernels(kernels, compiled=compile_blocks)
-        check_precision(
-            optimizer, dtype, adapted=lora is not None or adapter is not None, master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding, state_dtype=state_dtype,
-        )  # fmt: skip
         self.name = name
         self.architecture = architecture
         self.init = init
@@ -202,6 +198,7 @@ class FineTune(LightningModule):
         self.schedule: Schedule = schedule
         self.warmup_steps = warmup_steps
         self.min_lr_ratio = min_lr_ratio
+        check_precision(self)
         self._check_optimization()
         self.model: nn.Module | None = None
         self._matrices: frozenset[str] = frozenset()

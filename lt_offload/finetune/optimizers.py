@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lt_offload.errors import ConfigError, UnsupportedError
-from lt_offload.finetune import load
 from lt_offload.model.head import intercept_loss, uses_causal_loss
+
+if TYPE_CHECKING:
+    from lt_offload.finetune.module import FineTune
 
 OptimizerName = Literal["adamw", "adamw8bit", "adam", "sgd", "adafactor"]
 
@@ -21,22 +23,16 @@ Schedule = Literal["cosine", "linear", "constant"]
 WITH_BETAS = ("adamw", "adamw8bit", "adam")
 
 
-def check_precision(
-    optimizer: OptimizerName,
-    dtype: load.Dtype,
-    *,
-    adapted: bool,
-    master_weights: bool,
-    stochastic_rounding: bool,
-    state_dtype: str | None,
-) -> None:
+def check_precision(module: FineTune) -> None:
     """Raise ``ConfigError`` for updates of few bits that would change nothing, be rounded away, or are not offered."""
-    if master_weights and stochastic_rounding:
+    optimizer, dtype, state_dtype = module.optimizer, module.model_dtype, module.state_dtype
+    adapted = module.lora is not None or module.adapter is not None
+    if module.master_weights and module.stochastic_rounding:
         raise ConfigError(
             "model.stochastic_rounding=true does without the copies that model.master_weights=true keeps; set one "
             "of them to false"
         )
-    flag = "master_weights" if master_weights else "stochastic_rounding" if stochastic_rounding else None
+    flag = next((name for name in ("master_weights", "stochastic_rounding") if getattr(module, name)), None)
     if flag is not None and dtype != "bfloat16":
         raise ConfigError(
             f"model.{flag}=true changes nothing with model.dtype={dtype}; set it to false, or set model.dtype=bfloat16"

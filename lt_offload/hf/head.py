@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from lt_offload.machine.replaced import Replaced
 from lt_offload.model.compiled import cover
 
 _MODULE = "trl.trainer.utils"
+_FUSED = "fused"
+"""A mark of calls of a head that apply TRL's function."""
 
 
 class HeadWeight:
@@ -28,13 +31,6 @@ class HeadWeight:
 
     def __init__(self, head: nn.Module, device: torch.device) -> None:
         self.head, self.device = head, device
-
-
-class _Head:
-    """A stand-in for the head in TRL's forward."""
-
-    def __init__(self, head: nn.Module, device: torch.device) -> None:
-        self.weight, self.bias = HeadWeight(head, device), None
 
 
 def _calling(original: Any) -> type[Any]:
@@ -46,19 +42,12 @@ def _calling(original: Any) -> type[Any]:
             """Call the head if ``weight`` is the stand-in of one, TRL's function otherwise."""
             if not isinstance(weight, HeadWeight):
                 return original.apply(hidden, weight, bias, *others)
-            return weight.head(hidden, _Fused(), *others)
+            return weight.head(hidden, _FUSED, *others)
 
     return Function
 
 
 _FUNCTION = Replaced(lambda: sys.modules[_MODULE], CHUNKED_LOG_PROBS, _calling)
-
-
-class _Fused:
-    """A mark of calls of a head that apply TRL's function."""
-
-    def __repr__(self) -> str:
-        return "fused"
 
 
 @contextmanager
@@ -73,7 +62,13 @@ def called(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module in fused:
             head = module.get_output_embeddings()  # type: ignore[operator]
             undo.callback(cover(head, "forward", _fusing(head, head.forward)))
-            undo.callback(cover(module, "get_output_embeddings", _heads(module, _Head(head, device))))
+            undo.callback(
+                cover(
+                    module,
+                    "get_output_embeddings",
+                    _heads(module, SimpleNamespace(weight=HeadWeight(head, device), bias=None)),
+                )
+            )
         yield
 
 
@@ -88,7 +83,7 @@ def _is_fused(module: nn.Module) -> bool:
     return False
 
 
-def _heads(module: nn.Module, told: _Head) -> Callable[[], Any]:
+def _heads(module: nn.Module, told: SimpleNamespace) -> Callable[[], Any]:
     original: Any = module.get_output_embeddings
 
     def get_output_embeddings() -> Any:
@@ -103,7 +98,7 @@ def _fusing(head: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward of ``head`` that applies TRL's function where it is asked to."""
 
     def fusing(hidden: Any, *others: Any) -> Any:
-        if not others or not isinstance(others[0], _Fused):
+        if not others or not isinstance(others[0], str):
             return forward(hidden, *others)
         return _FUNCTION.original.apply(hidden, head.weight, getattr(head, "bias", None), *others[1:])
 

@@ -71,30 +71,31 @@ class Training(Planning):
             vars(accelerator)[name] = self._in_place(getattr(accelerator, name))
         clip_norm, clip_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
-        def clipping(listed: list[Tensor]) -> Engine | None:
+        def clipping(parameters: Any) -> tuple[list[Tensor], Engine | None]:
+            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             # The engine clips complete sums of all weights. Those of some, or of a window that goes on, are where torch
             # looks for them; so are all where there is no plan, and nothing is trained by the engine.
             engine = self.engine if accelerator.sync_gradients else None
             trained = {parameter for parameter in self.model.parameters() if parameter.requires_grad}
             all_of_plan = engine is not None and engine.plan is not None and trained <= set(listed)
-            return engine if all_of_plan else None
+            if all_of_plan:
+                accelerator.unscale_gradients()
+            return listed, engine if all_of_plan else None
 
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-            listed = _listed(parameters)
-            engine = clipping(listed)
-            if engine is None:
-                norm: Tensor = clip_norm(listed, max_norm, norm_type)
-                return norm
-            accelerator.unscale_gradients()
-            return engine.clip_grad_norm_(max_norm, norm_type, parameters=listed)
+            listed, engine = clipping(parameters)
+            norm: Tensor = (
+                clip_norm(listed, max_norm, norm_type)
+                if engine is None
+                else engine.clip_grad_norm_(max_norm, norm_type, parameters=listed)
+            )
+            return norm
 
         def clip_grad_value_(parameters: Any, value: float) -> None:
-            listed = _listed(parameters)
-            engine = clipping(listed)
+            listed, engine = clipping(parameters)
             if engine is None:
                 clip_value(listed, value)
             else:
-                accelerator.unscale_gradients()
                 engine.clip_grad_value_(value)
 
         vars(accelerator).update(clip_grad_norm_=clip_grad_norm_, clip_grad_value_=clip_grad_value_)
@@ -198,7 +199,3 @@ def unwrapped(optimizer: Any) -> Optimizer:
         optimizer = optimizer.optimizer
     inner: Optimizer = optimizer
     return inner
-
-
-def _listed(parameters: Any) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

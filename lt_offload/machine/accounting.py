@@ -89,7 +89,6 @@ class Account(OperationMode):
         """High-water mark of ``current`` since ``reset_peak``."""
         self._serial = 0
         self._timeline: list[tuple[int, int]] | None = [] if timeline else None
-        self._hide: list[Callable[[], None]] = []
 
     @property
     def current(self) -> int:
@@ -145,12 +144,11 @@ class Account(OperationMode):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        # A stack, as an account may be entered again while it is in place.
-        self._hide.append(show_buffers())
+        show_buffers(True)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._hide.pop()()
+        show_buffers(False)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,46 @@ class LossCheck:
         self._is_finite, self._first = finite, torch.where(finite | (before > 0), before, step)
 
 
+class RunClock:
+    """A clock that divides the time of a run into phases, with a few readings per step.
+
+    The phases are ``start`` (from the settings to the first step), ``steps``, ``between`` (the next batch, logging),
+    ``validation``, ``samples`` and ``checkpoints``. Every moment belongs to one of them.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("start", "steps", "between", "validation", "samples", "checkpoints"), 0.0)
+        self.steps = array("d")
+        """Seconds of each step, and before it since the one before, without validation, samples and checkpoints."""
+        self.waited = array("d")
+        """Seconds of each step, and before it, of waiting for other processes; where there is an engine."""
+        self._mark = time.perf_counter()
+        self._phase = "start"
+        self._step = 0.0
+
+    def enter(self, phase: str) -> str:
+        """End the present phase, begin ``phase``, and return the one that has ended; ``ended`` counts no more."""
+        now = time.perf_counter()
+        spent, self._mark = now - self._mark, now
+        if self._phase in self.seconds:
+            self.seconds[self._phase] += spent
+        if self._phase in ("steps", "between"):
+            self._step += spent
+        before, self._phase = self._phase, phase
+        return before
+
+    def end_step(self) -> None:
+        """Note the step that has just ended; micro-batches before the last one of a step are no steps."""
+        self.steps.append(self._step)
+        self._step = 0.0
+
+    @property
+    def training(self) -> float:
+        """Seconds so far that count for rates: steps and the gaps between them."""
+        running = time.perf_counter() - self._mark if self._phase in ("steps", "between") else 0.0
+        return self.seconds["steps"] + self.seconds["between"] + running
+
+
 class Metrics(_Base):
     """A callback that logs figures of the training step; the offmate strategy adds it to its Trainer by itself.
 
@@ -70,16 +111,19 @@ class Metrics(_Base):
     log: Callable[..., None]
     """The module's ``log``, put here by the Trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: RunClock | None = None) -> None:
+        self.clock = clock or RunClock()
+        self._left: list[str] = []
+        """Phases of the clock that go on after the present one."""
         self._tokens = 0
         self._since = 0.0
-        self._stopped = 0.0
         self.loss = LossCheck()
         self._begun = 0
         self._warned = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock."""
+        self.clock.enter("between")
         self._restart()
         self._watch_loss(trainer)
 
@@ -88,20 +132,22 @@ class Metrics(_Base):
         self._check_loss(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop the clock."""
-        self._stopped = time.perf_counter()
+        """Enter the phase of validation."""
+        self._left.append(self.clock.enter("validation"))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Let the clock go on."""
-        self._since += time.perf_counter() - self._stopped
+        """Return to the phase before the validation."""
+        # A checkpoint that came before the validation is written: what follows is no part of it.
+        before = self._left.pop()
+        self.clock.enter("between" if before == "checkpoints" else before)
 
     def on_planning_start(self) -> None:
-        """Stop the clock, as planning is no part of a step."""
-        self._stopped = time.perf_counter()
+        """Enter the start phase again: planning is a part of it, and of no step."""
+        self._left.append(self.clock.enter("start"))
 
     def on_planning_end(self) -> None:
-        """Let the clock go on."""
-        self._since += time.perf_counter() - self._stopped
+        """Return to the phase before planning."""
+        self.clock.enter(self._left.pop())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the figures of a step."""
@@ -109,7 +155,7 @@ class Metrics(_Base):
         # Every process has as many batches; of other sizes than here they are no slower.
         self._tokens += trainer.world_size * tokens_in(batch)
         if self._tokens:
-            self._log("tokens_per_s", self._tokens / (time.perf_counter() - self._since), prog_bar=True)
+            self._log("tokens_per_s", self._tokens / (self.clock.training - self._since), prog_bar=True)
         engine = getattr(trainer.strategy, "engine", None)
         if not logs_after(trainer, trainer.global_step) or (engine is not None and engine.added):
             return
@@ -153,7 +199,7 @@ class Metrics(_Base):
 
     def _restart(self) -> None:
         self._tokens = 0
-        self._since = time.perf_counter()
+        self._since = self.clock.training
 
     def _log(self, name: str, value: float, *, prog_bar: bool = False, dtype: torch.dtype = torch.float32) -> None:
         # a tensor on the host stays there; a float would become one on the device, to be read back by the progress bar

@@ -16,7 +16,7 @@ from torch import nn
 
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
-from lt_offload.compat.hugging_face import set_name, untie
+from lt_offload.compat.hugging_face import untie
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.module import FineTune
@@ -137,10 +137,7 @@ def _of_checkpoint(module: FineTune, content: dict[str, Any]) -> torch.nn.Module
     base = load.base_of(model)
     # With assign each name has its own tensor from the file, which parts embeddings that were one.
     base.tie_weights()
-    base.name_or_path = load.shown_name(module.name)
-    set_name(base.config, base.name_or_path)
-    if module.init == "pretrained":
-        load.add_generation_config(base, module.name)
+    load.named(base, module.name, pretrained=module.init == "pretrained")
     return model
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.rows import Row, RowFault, check_text
-from lt_offload.suggest import nearest
+from lt_offload.suggest import did_you_mean, nearest
 
 Format = Literal["text", "alpaca", "chat", "completion", "preference"]
 FormatChoice = Literal["auto", "text", "alpaca", "chat", "completion", "preference"]
@@ -87,9 +87,8 @@ def check_columns(mapping: Mapping[str, str]) -> None:
     """Check ``data.columns`` by itself; raises ``ConfigError`` if a role is unknown, or two have one column."""
     for role in mapping:
         if role not in ROLES:
-            near = nearest(role, ROLES, most=1)
-            hint = f"did you mean {near[0]}?" if near else f"roles are {', '.join(ROLES)}"
-            raise ConfigError(f"data.columns: unknown role {role!r}; {hint} (roles stand left: role: column)")
+            hint = did_you_mean(role, ROLES, most=1) or f"; roles are {', '.join(ROLES)}"
+            raise ConfigError(f"data.columns: unknown role {role!r}{hint} (roles stand left: role: column)")
     for group in (_OF_MESSAGES, _OF_COLUMNS):
         used: dict[str, str] = {}
         for role in group:

@@ -11,30 +11,33 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
 from lt_offload import __version__
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.batches import Place, unchanged
-from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
+from lt_offload.finetune.data.columns import Columns, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example, as_conversations
 from lt_offload.finetune.data.rows import Row, RowFault
-from lt_offload.finetune.data.sequences import MOST_NAMED, Documents
+from lt_offload.finetune.data.sequences import MOST_NAMED, Documents, features_of_rows
 from lt_offload.finetune.data.sources import Source
 from lt_offload.finetune.processes import is_first
 from lt_offload.resources import user_cache, user_path
 
 if TYPE_CHECKING:
     import datasets
+
+    from lt_offload.finetune.data.module import FineTuneData
 
 _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
@@ -57,28 +60,18 @@ class _Encoding(Dataset[list[Placed]]):
 
 @dataclass(kw_only=True, eq=False)
 class Examples:
-    """The examples of sources, one after the other; the settings are called as in recipes.
+    """The examples of sources, one after the other, by the settings of ``data``.
 
     ``documents`` makes them once, and iteration each time anew, for data that do not fit into memory.
     """
 
+    data: FineTuneData
+    """Its encoder is asked for when the columns are known: loading a tokenizer may mean to convert a model."""
     sources: Sequence[Source]
-    make_encoder: Callable[[], Encoder]
-    """Called when the columns are known: loading a tokenizer may mean to convert a model."""
-    format: FormatChoice
-    columns: Mapping[str, str]
-    skip_bad_rows: bool = False
-    cache_dir: str | None = None
-    num_proc: int | None = None
-    say: Callable[[str], None] = _log.info
+    say: Callable[[str], None] = rank_zero_info
     """Prints one line for the user."""
     bad: int = 0
     """Rows left out so far, in the last iteration."""
-
-    @cached_property
-    def encoder(self) -> Encoder:
-        """The converter of rows."""
-        return self.make_encoder()
 
     def documents(self) -> Documents:
         """Return the examples; raises ``ConfigError`` as iteration does."""
@@ -109,18 +102,18 @@ class Examples:
         Raises ``ConfigError`` if its columns are of no known format, or settings do not fit it.
         """
         names, first = source.first(streaming=streaming)
-        layout = find_columns(self.format, self.columns, names, first, source.said)
-        self.encoder.check(layout)
+        layout = find_columns(self.data.format, self.data.columns or {}, names, first, source.said)
+        self.data.encoder.check(layout)
         return layout
 
     def described(self, source: Source, layout: Columns, count: int | None) -> str:
         """Return the interpretation of the ``count`` rows of a source, in one line."""
-        template = self.encoder.template
+        template = self.data.encoder.template
         said = f"{source.said}: {'' if count is None else f'{count:,} '}rows as {layout.said}"
         if layout.format == "text":
             return f"{said}; every token is learned"
         by = "no chat template" if layout.of_texts or template is None else f"chat template: {template.name}"
-        learned = {"responses": "answers", "last": "the last answer", "all": "everything"}[self.encoder.train_on]
+        learned = {"responses": "answers", "last": "the last answer", "all": "everything"}[self.data.train_on]
         learned = "chosen answers rather than rejected ones" if layout.format == "preference" else learned
         texts = layout.format == "completion" and layout.of_texts
         hint = "" if template is None or not texts else as_conversations(layout)
@@ -137,7 +130,7 @@ class Examples:
         self.say(self.described(source, layout, len(good)))
         if len(bad):
             named = [f"{row['place']}: {row['fault']}" for row in dataset.select(bad[:MOST_NAMED])]
-            report_bad(named, len(bad), len(dataset), source, skip=self.skip_bad_rows)
+            report_bad(named, len(bad), len(dataset), source, skip=self.data.skip_bad_rows)
         for note, number in Counter(list_flatten(dataset.data.column("notes")).to_pylist()).items():
             _log.warning("%s=%r: %s (%d of %d rows)", source.setting, source.path, note, number, len(dataset))
         return dataset.select(good) if len(bad) else dataset, len(bad)
@@ -150,7 +143,7 @@ class Examples:
         for number, (place, made) in enumerate(rows, start=start + 1):
             if isinstance(made, RowFault):
                 self.bad += 1
-                if not self.skip_bad_rows:
+                if not self.data.skip_bad_rows:
                     report_bad([f"{place}: {made}"], 1, None, source, skip=False)
                 bad += [f"{place}: {made}"] * (len(bad) < MOST_NAMED)
                 continue
@@ -168,13 +161,12 @@ class Examples:
         from datasets import Dataset, Features, List, Value
         from datasets.exceptions import DatasetGenerationError
 
-        root = user_path(self.cache_dir) if self.cache_dir is not None else user_cache("data")
-        tokens, text = List(Value("int32")), Value("string")
-        others = {"place": text, "fault": text, "notes": List(text)}
+        root = user_path(self.data.cache_dir) if self.data.cache_dir is not None else user_cache("data")
+        text = Value("string")
         try:
             return Dataset.from_generator(
                 partial(self._rows, source, layout),
-                features=Features({"ids": tokens, "labels": tokens, "second": Value("int64"), **others}),
+                features=Features(features_of_rows() | {"fault": text, "notes": List(text)}),
                 cache_dir=str(root),
                 fingerprint=self._fingerprint(source, layout),
             )
@@ -196,11 +188,11 @@ class Examples:
         # Rows are read here, and handed to the workers as if they were numbers of samples: mistakes in files are
         # errors here, and not in the words of a worker's loader.
         loader: DataLoader[Any] = DataLoader(
-            _Encoding(self.encoder, layout),
+            _Encoding(self.data.encoder, layout),
             batch_size=None,
             sampler=iter(lambda: list(islice(rows, _BATCH_ROWS)), []),
             collate_fn=unchanged,
-            num_workers=0 if self.num_proc in (None, 1) else self.num_proc,
+            num_workers=0 if self.data.num_proc in (None, 1) else self.data.num_proc,
             generator=torch.Generator(),  # making an iterator draws from it
         )
         yield from itertools.chain.from_iterable(loader)
@@ -216,7 +208,7 @@ class Examples:
         import tokenizers
         import transformers
 
-        encoder, template, here = self.encoder, self.encoder.locator.template, Path(__file__).parent
+        encoder, template, here = self.data.encoder, self.data.encoder.locator.template, Path(__file__).parent
         code = [file.read_bytes() for file in sorted(here.glob("*.py"))]
         of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
         parts: list[Any] = [

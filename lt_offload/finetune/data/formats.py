@@ -6,10 +6,10 @@ text is tokenised as a whole; a token is learned if it stands for any character 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.columns import NEEDED, Columns
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Label of a position without loss."""
 
+Made = TypeVar("Made")
 TrainOn = Literal["responses", "last", "all"]
 
 
@@ -128,14 +129,9 @@ class Encoder:
     def encode(self, rows: Sequence[Row | RowFault], layout: Columns) -> list[Example | RowFault]:
         """Return an example for each row, or the fault of a row that cannot be used; faults are handed on."""
         if layout.format == "preference":
-            rows = [_with_prompt(row, layout) for row in rows]
+            rows = [_or_fault(with_prompt, row, layout) for row in rows]
             return list(map(_pair, *(self.encode(rows, layout.side(role)) for role in NEEDED[layout.format])))
-        made: list[Written | RowFault] = []
-        for row in rows:
-            try:
-                made.append(row if isinstance(row, RowFault) else self.write(row, layout))
-            except RowFault as fault:
-                made.append(fault)
+        made = [_or_fault(self.write, row, layout) for row in rows]
         written = [each for each in made if isinstance(each, Written)]
         if not written:
             return [each for each in made if isinstance(each, RowFault)]
@@ -145,9 +141,14 @@ class Encoder:
         return [each if isinstance(each, RowFault) else _example(each, *next(tokens)) for each in made]
 
     def write(self, row: Row, layout: Columns) -> Written:
-        """Return a row as text; raises ``RowFault`` if it has no text."""
+        """Return a row as text; raises ``RowFault`` if it has none, or the chat template cannot write it."""
         if not layout.of_texts:
-            return self._conversation(self.conversation(row, layout))
+            conversation = self.conversation(row, layout)
+            notes = oddities(conversation)
+            conversation, note = self.locator.template.fit(conversation)
+            text, spans = self.locator.locate(conversation, conversation.learned(self.train_on == "last"))
+            learned = [(0, len(text))] if self.train_on == "all" else spans
+            return Written(text, learned, (*notes, *([] if note is None else [note])))
         roles = NEEDED[layout.format]
         prompt, answer = ("", *(layout.text(row, role) for role in roles))[-2:]
         end = self.tokenizer.eos_token
@@ -162,15 +163,6 @@ class Encoder:
     def conversation(self, row: Row, layout: Columns) -> Conversation:
         """Return the messages of a row, with ``data.system``."""
         return self._with_system(from_row(row, layout))
-
-    def _conversation(self, conversation: Conversation) -> Written:
-        """Return a conversation as the chat template writes it; raises ``RowFault`` if it cannot."""
-        notes = oddities(conversation)
-        conversation, note = self.locator.template.fit(conversation)
-        turns = conversation.learned(self.train_on == "last")
-        text, spans = self.locator.locate(conversation, turns)
-        learned = [(0, len(text))] if self.train_on == "all" else spans
-        return Written(text, learned, (*notes, *([] if note is None else [note])))
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool
@@ -213,9 +205,9 @@ def _example(written: Written, ids: list[int], encoding: Any) -> Example:
     return Example(ids=ids, labels=labels, notes=written.notes)
 
 
-def _with_prompt(row: Row | RowFault, layout: Columns) -> Row | RowFault:
+def _or_fault(make: Callable[[Row, Columns], Made], row: Row | RowFault, layout: Columns) -> Made | RowFault:
     try:
-        return row if isinstance(row, RowFault) else with_prompt(row, layout)
+        return row if isinstance(row, RowFault) else make(row, layout)
     except RowFault as fault:
         return fault
 

@@ -303,16 +303,7 @@ class FineTuneData(_DataSettings, LightningDataModule):
 
     def examples(self, name: Literal["path", "validation_path"] = "path") -> Examples:
         """Return the tokenised rows of a setting; of no sources if there are none for validation."""
-        return Examples(
-            sources=self._sources(name),
-            make_encoder=lambda: self.encoder,
-            format=self.format,
-            columns=self.columns or {},
-            skip_bad_rows=self.skip_bad_rows,
-            cache_dir=self.cache_dir,
-            num_proc=self.num_proc,
-            say=rank_zero_info,
-        )
+        return Examples(data=self, sources=self._sources(name))
 
     def _sources(self, name: Literal["path", "validation_path"]) -> list[sources.Source]:
         path = getattr(self, name)

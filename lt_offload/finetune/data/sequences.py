@@ -52,13 +52,10 @@ class Documents(Sequence[Example]):
     @classmethod
     def from_examples(cls, examples: Iterable[Example]) -> Documents:
         """Return ``examples`` as documents."""
-        from datasets import Dataset, Features, List, Value, concatenate_datasets
+        from datasets import Dataset, concatenate_datasets
 
-        rest = iter(examples)
-        tokens = List(Value("int32"))
-        features = Features({"ids": tokens, "labels": tokens, "second": Value("int64"), "place": Value("string")})
-        parts = [Dataset.from_dict({name: [] for name in features}, features=features)]
-        while some := list(islice(rest, _AT_ONCE)):
+        rest, features, parts = iter(examples), features_of_rows(), list[Dataset]()
+        while (some := list(islice(rest, _AT_ONCE))) or not parts:
             columns = {name: [getattr(each, name) for each in some] for name in features}
             parts.append(Dataset.from_dict(columns, features=features))
         return cls(concatenate_datasets(parts))
@@ -121,6 +118,14 @@ class Documents(Sequence[Example]):
         for batch in self._rows.iter(_AT_ONCE):
             column = batch["labels"].combine_chunks()
             yield column.value_lengths().to_numpy().astype(np.int64), column.flatten().to_numpy()
+
+
+def features_of_rows() -> datasets.Features:
+    """Return the columns of tokenised rows."""
+    from datasets import Features, List, Value
+
+    tokens = List(Value("int32"))
+    return Features({"ids": tokens, "labels": tokens, "second": Value("int64"), "place": Value("string")})
 
 
 def named(documents: Documents, numbers: Integers, text: str) -> str:

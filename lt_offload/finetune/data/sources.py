@@ -114,7 +114,11 @@ class Source:
 
     def _of_table(self, file: Path | None, streaming: bool) -> Iterator[Row]:
         try:
-            yield from _rows_of(self.opened(streaming) if self.opened is not None else _open_file(file, self.kind))
+            table = self.opened(streaming) if self.opened is not None else _open_file(file, self.kind)
+            # As Arrow's values: to decode pictures in other columns would take long, or a package that is not there.
+            for batch in table if isinstance(table, Iterator) else table.with_format("arrow").iter(_AT_ONCE):
+                for row in batch.to_pylist():
+                    yield {name: _dense(value) for name, value in row.items()}
         except ConfigError:
             raise
         except Exception as error:  # the readers raise whatever their libraries do, each with another base class
@@ -126,14 +130,6 @@ class Source:
             if self.kind == "hub":
                 what = " is neither a file here nor a data set that the hub would give"
             raise ConfigError(f"{self.setting}={self.path!r}{what}: {first_line(root)}") from error
-
-
-def _rows_of(table: Table) -> Iterator[Row]:
-    # As Arrow's values: to decode pictures in other columns would take long, or a package that is not there.
-    batches = table if isinstance(table, Iterator) else table.with_format("arrow").iter(_AT_ONCE)
-    for batch in batches:
-        for row in batch.to_pylist():
-            yield {name: _dense(value) for name, value in row.items()}
 
 
 def _dense(value: Any) -> Any:

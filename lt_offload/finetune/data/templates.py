@@ -14,7 +14,7 @@ from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.conversations import Conversation, Message
 from lt_offload.finetune.data.rows import RowFault
 from lt_offload.resources import is_file, shipped_files, user_path
-from lt_offload.suggest import nearest
+from lt_offload.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -202,9 +202,8 @@ def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tu
         except UnicodeDecodeError as error:
             raise ConfigError(f"data.template={setting!r} is not UTF-8 text: {error}") from None
     else:
-        near = nearest(setting, shipped, most=1)
-        hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}"
-        raise ConfigError(f"data.template={setting!r} is neither a shipped chat template nor a file; {hint}")
+        hint = did_you_mean(setting, shipped, most=1) or f"; shipped are {', '.join(shipped)}"
+        raise ConfigError(f"data.template={setting!r} is neither a shipped chat template nor a file{hint}")
     for each in filter(None, (text, tool_text)):
         try:
             compile_template(each)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,47 +16,7 @@ from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import total
 from lt_offload.machine.driver import beside_bytes
 from lt_offload.profiling.flops import product_flops_per_token
-from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
-
-
-class RunClock:
-    """A clock that divides the time of a run into phases, with a few readings per step.
-
-    The phases are ``start`` (from the settings to the first step), ``steps``, ``between`` (the next batch, logging),
-    ``validation``, ``samples`` and ``checkpoints``. Every moment belongs to one of them.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("start", "steps", "between", "validation", "samples", "checkpoints"), 0.0)
-        self.steps = array("d")
-        """Seconds of each step, and before it since the one before, without validation, samples and checkpoints."""
-        self.waited = array("d")
-        """Seconds of each step, and before it, of waiting for other processes; where there is an engine."""
-        self._mark = time.perf_counter()
-        self._phase = "start"
-        self._step = 0.0
-
-    def enter(self, phase: str) -> str:
-        """End the present phase, begin ``phase``, and return the one that has ended; ``ended`` counts no more."""
-        now = time.perf_counter()
-        spent, self._mark = now - self._mark, now
-        if self._phase in self.seconds:
-            self.seconds[self._phase] += spent
-        if self._phase in ("steps", "between"):
-            self._step += spent
-        before, self._phase = self._phase, phase
-        return before
-
-    def end_step(self) -> None:
-        """Note the step that has just ended; micro-batches before the last one of a step are no steps."""
-        self.steps.append(self._step)
-        self._step = 0.0
-
-    @property
-    def training(self) -> float:
-        """Seconds so far that count for rates: steps and the gaps between them."""
-        running = time.perf_counter() - self._mark if self._phase in ("steps", "between") else 0.0
-        return self.seconds["steps"] + self.seconds["between"] + running
+from lt_offload.strategy.metrics import Metrics, RunClock, logs_after, tokens_in
 
 
 def peak_of(device: torch.device, precision: str, dtype: torch.dtype, count: int = 1) -> float | None:
@@ -89,8 +47,7 @@ class RunMetrics(Metrics, Callback):
     """
 
     def __init__(self, clock: RunClock) -> None:
-        super().__init__()
-        self.clock = clock
+        super().__init__(clock)
         self.peaks: dict[str, int] = {}
         """``device_peak_bytes`` and ``host_peak_bytes`` over the run, where they are measured."""
         self.tokens = self.trained = 0
@@ -113,23 +70,6 @@ class RunMetrics(Metrics, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to watch losses."""
         self._watch_loss(trainer)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Enter the phase of validation."""
-        self._before = self.clock.enter("validation")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Return to the phase before the validation."""
-        # The checkpoint that came before the validation is written: what follows is no part of it.
-        self.clock.enter("between" if self._before == "checkpoints" else self._before)
-
-    def on_planning_start(self) -> None:
-        """Enter the start phase again: planning is a part of it."""
-        self._before = self.clock.enter("start")
-
-    def on_planning_end(self) -> None:
-        """Return to the phase before planning."""
-        self.clock.enter(self._before)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Enter the phase of checkpoints, up to the next step or validation."""

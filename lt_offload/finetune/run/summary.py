@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lt_offload import __version__
 from lt_offload.errors import named
 from lt_offload.finetune.processes import several
-from lt_offload.finetune.run.metrics import RunClock, RunMetrics
+from lt_offload.finetune.run.metrics import RunMetrics
 from lt_offload.finetune.terminal import status
 from lt_offload.model.compiled import kernels_of
 from lt_offload.profiling.hardware import total_host_bytes
@@ -45,6 +45,7 @@ from lt_offload.report.runs import (
     without_later,
     write_part,
 )  # fmt: skip
+from lt_offload.strategy.metrics import RunClock
 
 if TYPE_CHECKING:
     from lt_offload.plan.what_if import Gain

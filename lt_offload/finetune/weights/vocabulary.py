@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.hub import without_advice
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_tokens(tokens: Sequence[str]) -> None:

@@ -12,10 +12,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lt_offload import OffmateStrategy
 from lt_offload.finetune.module import FineTune, LoraArgs, add_lora
-from lt_offload.finetune.run.metrics import RunClock, RunMetrics, _count, peak_of
+from lt_offload.finetune.run.metrics import RunMetrics, _count, peak_of
 from lt_offload.profiling.flops import product_flops_per_token
 from lt_offload.report.runs import read_run
-from lt_offload.strategy.metrics import Metrics
+from lt_offload.strategy.metrics import Metrics, RunClock
 from tests.support import models
 from tests.unit.finetune.conftest import data, trainer
 
