@@ -20,7 +20,7 @@ from lt_offload.compat.torch import reset_dynamo, tree_flatten, tree_map, tree_u
 from lt_offload.machine.driver import current, device_for
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import BlockNode, EntryNode, plainly
-from lt_offload.model.compiled import is_compiled, uncompiled
+from lt_offload.model.compiled import gradients_aside, is_compiled, uncompiled
 from lt_offload.model.location import located, staged
 from lt_offload.model.parts import Cutter, in_parts
 from lt_offload.model.snapshot import untouched
@@ -145,7 +145,9 @@ def ran(
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
     with ExitStack() as stack:
         batch = stack.enter_context(trial())
-        for context in (plainly(model), located(model, device), _gradients_kept(model), staged(staying, device)):
+        # The trial's backward would add to the gradients that a user has, in place.
+        aside = gradients_aside([*model.parameters()])
+        for context in (plainly(model), located(model, device), aside, staged(staying, device)):
             stack.enter_context(context)
         stack.enter_context(torch.enable_grad())
         stack.callback(step.let_go)
@@ -194,19 +196,6 @@ def call_with_batch(model: nn.Module) -> Run:
         return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
     return run
-
-
-@contextmanager
-def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    # The trial's backward would add to the gradients that a user has, in place.
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
 
 
 class ApartRuns:
