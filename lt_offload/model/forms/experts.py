@@ -145,7 +145,7 @@ class _Products(torch.autograd.Function):
         into: Tensor | None = None
         of_weight: Tensor | None = None
         if stored or ctx.needs_input_grad[0]:
-            into = rows_of = grad.new_empty(len(grad), stored.matrix[1] if stored else saved[0].shape[2])
+            into = rows_of = grad.new_empty(len(grad), stored.matrix[1]) if stored else torch.empty_like(saved[1])
 
             def compute(expert: int, rows: slice) -> None:
                 torch.mm(grad[rows], _matrix(stored, saved, expert, grad.dtype), out=rows_of[rows])
