@@ -47,6 +47,15 @@ class Call:
     """True once it is known that without a graph the numbers are others, of other kernels."""
     seen: Rest | None = None
     """The state of its modules as it has seen it, which others may have changed since; None if that is not known."""
+    uses: list[int] | None = None
+    """Uses of each activation, once it has run with a graph."""
+    unrecorded: bool = False
+    """True once a run of it has kept no graph."""
+    operations: list[str] | None = None
+    """The operations that it calls, with a graph and without one, if nothing is to be said of further runs that call
+    the same."""
+    alike: dict[object, Any] | None = None
+    """Results by the forms of arguments; None if it leaves something else behind, as far as that is known."""
     held_bytes: int = 0
     """Device memory that remembering the state of its modules takes until a second run, that is to see it."""
     copied_bytes: int = 0

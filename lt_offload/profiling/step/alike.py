@@ -20,46 +20,32 @@ from lt_offload.profiling.host_reads import Read, Readers
 _ATOMS = (bool, int, float, str, type(None))
 
 
-class Alike:
-    """Results by the kinds of blocks and the forms of what they are called with."""
+def result_like(call: Call, leaves: Sequence[Any], module: nn.Module, readers: Readers) -> Callable[[], Any] | None:
+    """Return a function that stands for a run of ``module`` on ``leaves``; None if it has to run."""
+    known = call.alike.get((*map(described, leaves),)) if call.alike else None
+    if known is None:
+        return None
+    make, ran, reads = known
+    readers.note_like(reads, ran, module)
+    return make  # type: ignore[no-any-return]
 
-    def __init__(self, readers: Readers) -> None:
-        self.quiet: set[int] = set()
-        """Calls, by their identity, of blocks that leave nothing behind but their results."""
-        self._readers = readers
-        self._results: dict[object, tuple[Callable[[], Any], nn.Module, list[Read]]] = {}
-        """A function that makes the result, and the block that ran, with the reads of its weights."""
 
-    def let_go(self) -> None:
-        """Forget all calls."""
-        self.quiet.clear()
-        self._results.clear()
-
-    def returns(self, call: Call, leaves: Sequence[Any], module: nn.Module) -> Callable[[], Any] | None:
-        """Return a function that stands for a run of ``module`` on ``leaves``; None if it has to run."""
-        known = self._results.get((id(call), *map(described, leaves))) if self.quiet else None
-        if known is None:
-            return None
-        make, ran, reads = known
-        self._readers.note_like(reads, ran, module)
-        return make
-
-    def note(self, call: Call, leaves: Sequence[Any], module: nn.Module, out: Any, reads: list[Read]) -> None:
-        """Note a run of ``module`` on ``leaves``, if its results are new tensors, and its graph holds none beside."""
-        if id(call) not in self.quiet:
-            return
-        outputs, spec = tree_flatten(out)
-        if not all(isinstance(leaf, Tensor) for leaf in outputs):
-            return
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        known = [*module.parameters(), *module.buffers(), *inputs, *held_by_nodes(inputs)]
-        held = {id(tensor) for tensor in held_by_nodes(out)} - set(map(id, known))
-        before, after = ([address_of(x.untyped_storage()) for x in tensors] for tensors in (known, outputs))
-        new = len({*after} - {*before}) == len(outputs)
-        whole = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in outputs)
-        if new and whole and not held and all(isinstance(leaf, (Tensor, *_ATOMS)) for leaf in leaves):
-            make = partial(_made, [partial(torch.empty_strided, **_form(tensor)) for tensor in outputs], spec)
-            self._results[(id(call), *map(described, leaves))] = make, module, reads
+def note_result(call: Call, leaves: Sequence[Any], module: nn.Module, out: Any, reads: list[Read]) -> None:
+    """Note a run of ``module`` on ``leaves``, if its results are new tensors, and its graph holds none beside."""
+    if call.alike is None:
+        return
+    outputs, spec = tree_flatten(out)
+    if not all(isinstance(leaf, Tensor) for leaf in outputs):
+        return
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    known = [*module.parameters(), *module.buffers(), *inputs, *held_by_nodes(inputs)]
+    held = {id(tensor) for tensor in held_by_nodes(out)} - set(map(id, known))
+    before, after = ([address_of(x.untyped_storage()) for x in tensors] for tensors in (known, outputs))
+    new = len({*after} - {*before}) == len(outputs)
+    whole = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in outputs)
+    if new and whole and not held and all(isinstance(leaf, (Tensor, *_ATOMS)) for leaf in leaves):
+        make = partial(_made, [partial(torch.empty_strided, **_form(tensor)) for tensor in outputs], spec)
+        call.alike[(*map(described, leaves),)] = make, module, reads
 
 
 def described(leaf: Any) -> object:

@@ -372,7 +372,7 @@ class FirstStep:
         captured, device, say = self.reached(), self.device, self._say
         self._check_forwards(parts)
         structure, readers = captured.structure, self._readers.of(captured.structure)
-        again = [id(call) in self.boundary.unrecorded for call in captured.calls]
+        again = [call.unrecorded for call in captured.calls]
         with ExitStack() as stack:
             stack.enter_context(self._in_memory())
             stack.enter_context(runnable(structure))
