@@ -87,21 +87,15 @@ class Metrics(_Base):
         """Look at the losses since the last record."""
         self._check_loss(trainer)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop the clock."""
+    def on_validation_start(self, *_: Any) -> None:
+        """Stop the clock: neither validation nor planning is a part of a step."""
         self._stopped = time.perf_counter()
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, *_: Any) -> None:
         """Let the clock go on."""
         self._since += time.perf_counter() - self._stopped
 
-    def on_planning_start(self) -> None:
-        """Stop the clock, as planning is no part of a step."""
-        self._stopped = time.perf_counter()
-
-    def on_planning_end(self) -> None:
-        """Let the clock go on."""
-        self._since += time.perf_counter() - self._stopped
+    on_planning_start, on_planning_end = on_validation_start, on_validation_end
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the figures of a step."""
