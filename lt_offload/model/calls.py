@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lt_offload.compat.torch import DisableTorchDispatch, TreeSpec, tree_leaves, tree_unflatten
 from lt_offload.model.compiled import cover, is_compiled
@@ -91,14 +92,15 @@ class Call:
 
     def draws(self) -> list[Tensor]:
         """Return the states of torch's global generators that the block may draw from."""
-        return global_states(self._devices)
+        return global_states(self.devices)
 
     def draw_from(self, states: list[Tensor]) -> None:
         """Let the block draw what follows these states."""
-        set_global_states(states, self._devices)
+        set_global_states(states, self.devices)
 
     @property
-    def _devices(self) -> list[torch.device]:
+    def devices(self) -> list[torch.device]:
+        """The devices of its arguments."""
         return sorted({leaf.device for leaf in self.leaves if isinstance(leaf, Tensor)}, key=str)
 
     def cut(self) -> Cut | None:
@@ -190,7 +192,25 @@ class BlockNode(torch.autograd.Function):
 
 
 class EntryNode(torch.autograd.Function):
-    """The node of an activation in the private graph of a block, whose index is its ``block``."""
+    """The node of an activation, number ``slot``, where the private graph of a block begins: it holds nothing.
+
+    ``anchor`` requires grad, so that there is a node although inputs are detached from the outer graph. ``catch`` takes
+    the gradient.
+    """
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, block: int, slot: int, catch: Callable[[Tensor], object]
+    ) -> Tensor:
+        ctx.block, ctx.slot, ctx.catch = block, slot, catch
+        return x.view_as(x)  # an output of its own: the graph begins at this node and not at the input
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
+        ctx.catch(grads[0])
+        return (None,) * 5
 
 
 def is_block_node(node: Any) -> bool:

@@ -151,7 +151,7 @@ def ran(
             stack.enter_context(context)
         stack.enter_context(torch.enable_grad())
         stack.callback(step.let_go)
-        with step.watching(batch, ApartRuns(structure, step.reached)):
+        with step.watching(batch, ApartRuns(step.reached)):
             result = run(batch)
             other = step.returned(result)
         if other is None:
@@ -204,8 +204,8 @@ class ApartRuns:
     ``first`` is called when the backward comes to the first block.
     """
 
-    def __init__(self, structure: Structure, first: Callable[[], object]) -> None:
-        self._structure, self._first = structure, first
+    def __init__(self, first: Callable[[], object]) -> None:
+        self._first = first
         self._anchor = torch.zeros((), requires_grad=True)
 
     def __call__(
@@ -220,8 +220,6 @@ class ApartRuns:
         reached: Callable[[int], None],
     ) -> Any:
         """Run a block; the arguments are those of ``Survey.forward`` in ``execute/training/survey.py``."""
-        # First of all: hooks for saved tensors would already be called in the run below.
-        limits.check_call(self._structure.blocks[index].name, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         del args, kwargs
         entered = [self._enter(index, leaf) for leaf in leaves]
@@ -247,8 +245,12 @@ class ApartRuns:
 
     def _enter(self, index: int, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            return _PrivateEntry.apply(self._anchor, leaf.detach(), index)  # type: ignore[no-untyped-call]
+            return EntryNode.apply(self._anchor, leaf.detach(), index, 0, _ignored)  # type: ignore[no-untyped-call]
         return leaf
+
+
+def _ignored(_gradient: Tensor) -> None:
+    pass
 
 
 class _Interface(BlockNode):
@@ -273,16 +275,3 @@ class _Interface(BlockNode):
         ctx.first()  # while the gradient is there with which the block's backward begins
         ctx.reached(0)
         return (None,) * 5
-
-
-class _PrivateEntry(EntryNode):
-    @staticmethod
-    @override
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, index: int) -> Tensor:
-        ctx.block = index
-        return x.view_as(x)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
-        return (None,) * 3

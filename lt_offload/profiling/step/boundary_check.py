@@ -48,9 +48,10 @@ from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.contexts import alone
 from lt_offload.model.state.effects import Effects, Rest, Snapshot
+from lt_offload.model.state.generators import drawing
 from lt_offload.model.state.hooks import InnerHooks
 from lt_offload.profiling.host_reads import Readers
-from lt_offload.profiling.step.alike import note_result, result_like
+from lt_offload.profiling.step.model_call import note_result, result_like
 
 _log = logging.getLogger(__name__)
 
@@ -254,14 +255,12 @@ class BoundaryCheck:
         self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor], *, graph: bool
     ) -> tuple[Any, list[str]]:
         """Run a block once more, from the state that it had and with the same draws; return what it calls, too."""
-        after_draws = call.draws()
-        call.draw_from(before_draws)
         with ExitStack() as stack:
+            stack.enter_context(drawing(call.devices, before_draws))
             stack.enter_context(alone(call.contexts))
             stack.enter_context(before.restored(graph=graph))
             stack.enter_context(self._readers.paused())
             stack.enter_context(torch.set_grad_enabled(graph))
-            stack.callback(call.draw_from, after_draws)
             operations = stack.enter_context(OperationLog())
             return forward(), operations.called
 
@@ -347,15 +346,14 @@ class BoundaryCheck:
             )
         if InnerHooks(block.name, block.module).find() is not None:
             return  # they would be called once more
-        draws = call.draws()
-        with Effects(block.module).untouched(), self._readers.paused():
+        unseen = drawing(call.devices, call.draws())
+        with unseen, Effects(block.module).untouched(), self._readers.paused():
             try:
                 self._check_two(block, call, forward, samples)
             except OffloadError:
                 raise
             except (RuntimeError, ValueError, IndexError) as error:  # whatever users' code makes of another shape
                 raise limits.MICRO_BATCHES.error(f"block {block.name} fails on a part of a batch: {error}") from error
-        call.draw_from(draws)
 
     def _check_two(self, block: Block, call: Call, forward: Callable[..., Any], cut: Cut) -> None:
         rows = cut.rows

@@ -184,6 +184,8 @@ class FirstStep:
                 self._followed = bool(self._called)
                 with self._readers.paused(), self.stage(block.module), within(ambient()):
                     return handed.returned(run(*args, **kwargs))
+            # Before it runs at all: hooks for saved tensors would be called.
+            limits.check_call(block.name, kwargs)
             again = index in self._called
             self._called.append(index)
             with self._readers.paused() if again else nullcontext():
