@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -328,17 +327,13 @@ def plainly(model: nn.Module) -> Iterator[None]:
     flags: list[tuple[Any, str]] = [(config, "use_cache") for config in configs.values()]
     flags += [(module, "gradient_checkpointing") for module in model.modules()]
     changed = [(owner, flag) for owner, flag in flags if getattr(owner, flag, None) is True]
-    undo = []
-    for owner, flag in changed:
-        # A copy of the module that is made meanwhile (a callback's average of weights) has the flag as the user has set
-        # it.
-        if flag in vars(owner) and isinstance(owner, nn.Module):
-            undo.append(cover(owner, flag, False))
-        else:
-            setattr(owner, flag, False)
-            undo.append(partial(setattr, owner, flag, True))
-    try:
+    with ExitStack() as undo:
+        for owner, flag in changed:
+            # A copy of the module that is made meanwhile (a callback's average of weights) has the flag as the user has
+            # set it.
+            if flag in vars(owner) and isinstance(owner, nn.Module):
+                undo.callback(cover(owner, flag, False))
+            else:
+                setattr(owner, flag, False)
+                undo.callback(setattr, owner, flag, True)
         yield
-    finally:
-        for put_back in undo:
-            put_back()

@@ -13,7 +13,7 @@ all logits at once, or the plan computes both a few tokens at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -332,16 +332,13 @@ def micro_batched_reference(model: nn.Module, micro_batches: int, *, blocks: str
     """
     check_micro_batches(micro_batches)
     structure = find_blocks(model, blocks)
-    undo = []
-    for block, cutter in zip(structure.blocks, cutters(structure, micro_batches), strict=True):
-        if cutter is not None:
-            whole = called(block.module)
-            undo.append(intercept(block.module, partial(_where_graded, in_parts(whole, cutter), whole)))
-    try:
+    with ExitStack() as undo:
+        for block, cutter in zip(structure.blocks, cutters(structure, micro_batches), strict=True):
+            if cutter is not None:
+                whole = called(block.module)
+                parted = partial(_where_graded, in_parts(whole, cutter), whole)
+                undo.callback(intercept(block.module, parted))
         yield
-    finally:
-        for back in undo:
-            back()
 
 
 def _where_graded(parted: Forward, whole: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -109,10 +109,7 @@ def check_use(
     micro_batches: int = 1,
 ) -> Structure:
     """Run ``model`` once to refuse one that no plan trains exactly; return its blocks in the order of their calls."""
-
-    def made(structure: Structure) -> FirstStep:
-        return FirstStep(model, structure, optimizer, device, parts=micro_batches, code=uncompiled)
-
+    made = partial(FirstStep, model, optimizer=optimizer, device=device, parts=micro_batches, code=uncompiled)
     trial = partial(_trial, model, sample_batch, device, optimizer=optimizer, run=run)
     with ran(made, structure, trial, run or call_with_batch(model)) as step:
         return step.structure
@@ -178,11 +175,9 @@ def measure_blocks(
     micro_batches: int = 1,
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
-
-    def made(structure: Structure) -> FirstStep:
-        return FirstStep(model, structure, None, device, meter=meter, parts=micro_batches, code=uncompiled, say=say)
-
     say("running the model once")
+    how = {"device": device, "meter": meter, "parts": micro_batches, "code": uncompiled, "say": say}
+    made: Callable[[Structure], FirstStep] = partial(FirstStep, model, optimizer=None, **how)
     with ran(made, structure, lambda: nullcontext(dict(batch)), run) as step:
         return step.costs(micro_batches)
 

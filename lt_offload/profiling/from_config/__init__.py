@@ -275,22 +275,15 @@ def _with_lora(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
 
 def _make_fake(model: nn.Module) -> None:
     """Replace the tensors of ``model`` by fake ones on the CPU, tied ones by the same; under a ``FakeTensorMode``."""
-    made: dict[int, Any] = {}
+    made: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, parameter in parameters_of(module).items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        for held in (parameters_of(module), buffers_of(module)):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in made:
+                    empty, weight = torch.empty(tensor.shape, dtype=tensor.dtype), isinstance(tensor, nn.Parameter)
                     # By identity, so that tied weights stay tied: a profile counts them once.
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                parameters_of(module)[name] = made[id(parameter)]
-        for name, buffer in buffers_of(module).items():
-            if buffer is not None:
-                buffers_of(module)[name] = _fake(made, buffer)
-
-
-def _fake(made: dict[int, Any], tensor: Tensor) -> Any:
-    return made.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
+                    made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if weight else empty
+                held[name] = None if tensor is None else made[id(tensor)]
 
 
 def _batch(batch_size: int, sequence_length: int, *, padding: bool, packing: bool) -> dict[str, Tensor]:
