@@ -45,7 +45,7 @@ class _Home(property):
 
 
 @cache
-def _home_of(owner: Class) -> Replaced:
+def _home_of(owner: Any) -> Replaced:
     return Replaced(lambda: owner, "device", _Home)
 
 

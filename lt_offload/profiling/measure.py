@@ -176,8 +176,8 @@ def measure_blocks(
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
     say("running the model once")
-    how = {"device": device, "meter": meter, "parts": micro_batches, "code": uncompiled, "say": say}
-    made: Callable[[Structure], FirstStep] = partial(FirstStep, model, optimizer=None, **how)
+    how: dict[str, Any] = {"device": device, "meter": meter, "parts": micro_batches, "code": uncompiled, "say": say}
+    made = partial(FirstStep, model, optimizer=None, **how)
     with ran(made, structure, lambda: nullcontext(dict(batch)), run) as step:
         return step.costs(micro_batches)
 

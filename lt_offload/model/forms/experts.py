@@ -92,7 +92,7 @@ def _layer(module: Any, name: str, x: Tensor, experts: Tensor, counts: list[int]
 def _low_rank(x: Tensor, first: Tensor, second: Tensor, counts: list[int]) -> Tensor:
     x = x.to(first.dtype)
     for weight in (first, second):
-        x = in_autocast(lambda x, weight=weight: _Products.apply(x, None, counts, weight.to(x.dtype)), x)  # type: ignore[misc,no-untyped-call]
+        x = in_autocast(lambda x, weight=weight: _Products.apply(x, None, counts, weight.to(x.dtype)), x)  # type: ignore[no-untyped-call]
     return x
 
 
