@@ -66,7 +66,7 @@ def staged(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
 def located(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Within the context ``device`` of ``model``, and of each of its modules that has this property, is ``device``."""
     modules = list(model.modules()) if device.type != "cpu" else []
-    owners = {type(module): _owner(type(module)) for module in modules}
+    owners: dict[Any, Any] = {type(module): _owner(type(module)) for module in modules}
     modules = [module for module in modules if owners[type(module)] is not None]
     with ExitStack() as stack:
         for owner in dict.fromkeys(owners.values()):

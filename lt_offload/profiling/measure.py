@@ -6,7 +6,7 @@ The device needs room for one block, its activations and one batch; the model ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,8 @@ from lt_offload.model.location import located, staged
 from lt_offload.model.parts import Cutter, in_parts
 from lt_offload.model.snapshot import untouched
 from lt_offload.model.state.contexts import ambient, within
-from lt_offload.profiling.assemble import Measured, Progress
+from lt_offload.profiling.assemble import Progress
 from lt_offload.profiling.machine import measure_machine
-from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer
 from lt_offload.profiling.step.first import FirstStep, LossWithBlock, Run, find_loss
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
@@ -161,25 +160,6 @@ def ran(
             return
     with ran(make, other, trial, run) as step:
         yield step
-
-
-def measure_blocks(
-    model: nn.Module,
-    structure: Structure,
-    batch: Any,
-    *,
-    run: Run,
-    device: torch.device,
-    meter: Meter,
-    say: Progress,
-    micro_batches: int = 1,
-) -> Measured:
-    """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
-    say("running the model once")
-    how: dict[str, Any] = {"device": device, "meter": meter, "parts": micro_batches, "code": uncompiled, "say": say}
-    made = partial(FirstStep, model, optimizer=None, **how)
-    with ran(made, structure, lambda: nullcontext(dict(batch)), run) as step:
-        return step.costs(micro_batches)
 
 
 def call_with_batch(model: nn.Module) -> Run:
