@@ -149,8 +149,6 @@ will_run: Callable[[Any], bool] = _C._will_engine_execute_node
 """True if the backward that runs will come to a node. A backward for a few inputs alone is refused by it."""
 top_saved_tensors_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 """The innermost ``saved_tensors_hooks``: others than those known to be exact are refused around blocks."""
-backward_class_of: Callable[[Any], Any] = attrgetter("_backward_cls")
-"""The node's class of an autograd function, to find the engine's entry among the nodes of a graph."""
 tensor_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 """Hooks that ``register_hook`` has put on a tensor; None without any. They would not see the gradient of a block."""
 accumulated_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")

@@ -1,4 +1,4 @@
-"""Attributes of libraries that are others for a while."""
+"""Attributes of libraries and their objects that are others for a while."""
 
 from __future__ import annotations
 
@@ -42,3 +42,16 @@ class Replaced:
             # If somebody has put another one in front of ours meanwhile, it stays: ours does nothing by then.
             if not self._open and getattr(self._owner(), self._name) is self._present:
                 setattr(self._owner(), self._name, self.original)
+
+
+@contextmanager
+def own_attribute(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Let ``owner``, an object and not its class, have another attribute within the context."""
+    before = dict(vars(owner))
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+        if name in before:
+            vars(owner)[name] = before[name]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lt_offload.compat.torch import DisableTorchDispatch, TreeSpec, tree_leaves, tree_unflatten
 from lt_offload.model.compiled import cover, is_compiled
@@ -47,6 +47,15 @@ class Call:
     """True once it is known that without a graph the numbers are others, of other kernels."""
     seen: Rest | None = None
     """The state of its modules as it has seen it, which others may have changed since; None if that is not known."""
+    uses: list[int] | None = None
+    """Uses of each activation, once it has run with a graph."""
+    unrecorded: bool = False
+    """True once a run of it has kept no graph."""
+    operations: list[str] | None = None
+    """The operations that it calls, with a graph and without one, if nothing is to be said of further runs that call
+    the same."""
+    alike: dict[object, Any] | None = None
+    """Results by the forms of arguments; None if it leaves something else behind, as far as that is known."""
     held_bytes: int = 0
     """Device memory that remembering the state of its modules takes until a second run, that is to see it."""
     copied_bytes: int = 0
@@ -82,14 +91,15 @@ class Call:
 
     def draws(self) -> list[Tensor]:
         """Return the states of torch's global generators that the block may draw from."""
-        return global_states(self._devices)
+        return global_states(self.devices)
 
     def draw_from(self, states: list[Tensor]) -> None:
         """Let the block draw what follows these states."""
-        set_global_states(states, self._devices)
+        set_global_states(states, self.devices)
 
     @property
-    def _devices(self) -> list[torch.device]:
+    def devices(self) -> list[torch.device]:
+        """The devices of its arguments."""
         return sorted({leaf.device for leaf in self.leaves if isinstance(leaf, Tensor)}, key=str)
 
     def cut(self) -> Cut | None:
@@ -181,7 +191,25 @@ class BlockNode(torch.autograd.Function):
 
 
 class EntryNode(torch.autograd.Function):
-    """The node of an activation in the private graph of a block, whose index is its ``block``."""
+    """The node of an activation, number ``slot``, where the private graph of a block begins: it holds nothing.
+
+    ``anchor`` requires grad, so that there is a node although inputs are detached from the outer graph. ``catch`` takes
+    the gradient.
+    """
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, block: int, slot: int, catch: Callable[[Tensor], object]
+    ) -> Tensor:
+        ctx.block, ctx.slot, ctx.catch = block, slot, catch
+        return x.view_as(x)  # an output of its own: the graph begins at this node and not at the input
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
+        ctx.catch(grads[0])
+        return (None,) * 5
 
 
 def is_block_node(node: Any) -> bool:
@@ -299,17 +327,13 @@ def plainly(model: nn.Module) -> Iterator[None]:
     flags: list[tuple[Any, str]] = [(config, "use_cache") for config in configs.values()]
     flags += [(module, "gradient_checkpointing") for module in model.modules()]
     changed = [(owner, flag) for owner, flag in flags if getattr(owner, flag, None) is True]
-    undo = []
-    for owner, flag in changed:
-        # A copy of the module that is made meanwhile (a callback's average of weights) has the flag as the user has set
-        # it.
-        if flag in vars(owner) and isinstance(owner, nn.Module):
-            undo.append(cover(owner, flag, False))
-        else:
-            setattr(owner, flag, False)
-            undo.append(partial(setattr, owner, flag, True))
-    try:
+    with ExitStack() as undo:
+        for owner, flag in changed:
+            # A copy of the module that is made meanwhile (a callback's average of weights) has the flag as the user has
+            # set it.
+            if flag in vars(owner) and isinstance(owner, nn.Module):
+                undo.callback(cover(owner, flag, False))
+            else:
+                setattr(owner, flag, False)
+                undo.callback(setattr, owner, flag, True)
         yield
-    finally:
-        for put_back in undo:
-            put_back()

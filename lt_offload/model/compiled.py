@@ -9,8 +9,8 @@ of weights or a pickled module are what plain PyTorch would make of the module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -87,16 +87,23 @@ def without_gradients(module: nn.Module, run: Forward) -> Forward:
         return run
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        held = [(parameter, parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
-        for parameter, _ in held:
-            parameter.grad = None
-        try:
+        with gradients_aside([parameter for parameter in module.parameters() if parameter.grad is not None]):
             return run(*args, **kwargs)
-        finally:
-            for parameter, grad in held:
-                parameter.grad = grad
 
     return forward
+
+
+@contextmanager
+def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let ``parameters`` have no gradient within the context, and those that they had afterwards."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:

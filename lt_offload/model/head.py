@@ -137,8 +137,8 @@ def scaling_step(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     return None
 
 
-def _scale(logits: Tensor, scaling: Scaling) -> tuple[Tensor, list[Tensor]]:
-    """Return what the steps make of ``logits``, and the results of those whose gradient depends on them."""
+def scaled(logits: Tensor, scaling: Scaling) -> tuple[Tensor, list[Tensor]]:
+    """Return what the steps of ``scaling`` make of ``logits``, and the results that gradients depend on."""
     kept = []
     for name, number in scaling:
         if name == "tanh":
@@ -151,18 +151,13 @@ def _scale(logits: Tensor, scaling: Scaling) -> tuple[Tensor, list[Tensor]]:
 
 
 def _unscale(slope: Tensor, scaling: Scaling, kept: list[Tensor]) -> None:
-    """Make of the gradient of what :func:`_scale` made that of the logits, in place, by plain PyTorch's kernels."""
+    """Make of the gradient of what :func:`scaled` made that of the logits, in place, by plain PyTorch's kernels."""
     for name, number in reversed(scaling):
         if name == "tanh":
             torch.ops.aten.tanh_backward.grad_input(slope, kept.pop(), grad_input=slope)
         else:
             assert number is not None
             slope.div_(number) if name == "div" else slope.mul_(number)
-
-
-def scaled(logits: Tensor, scaling: Scaling) -> Tensor:
-    """Return what the steps of ``scaling`` make of ``logits``."""
-    return _scale(logits, scaling)[0]
 
 
 def in_chunks(hidden: Tensor, weight: Tensor, chunk: int) -> bool:
@@ -273,7 +268,7 @@ def _mean(picked: Tensor, counts: Tensor, items: Tensor | int | None) -> Tensor:
 
 
 def _logarithms(logits: Tensor, scaling: Scaling) -> Tensor:
-    return functional.log_softmax(_scale(logits, scaling)[0].float(), dim=1)
+    return functional.log_softmax(scaled(logits, scaling)[0].float(), dim=1)
 
 
 def _slopes(logits: Tensor, target: Tensor, grad: Tensor, scaling: Scaling, picked: Tensor | None = None) -> None:
@@ -281,8 +276,8 @@ def _slopes(logits: Tensor, target: Tensor, grad: Tensor, scaling: Scaling, pick
 
     The latter are written to ``picked``, if that is given.
     """
-    scaled, kept = _scale(logits, scaling)
-    output = functional.log_softmax(scaled.float(), dim=1)
+    logits_of_loss, kept = scaled(logits, scaling)
+    output = functional.log_softmax(logits_of_loss.float(), dim=1)
     if picked is not None:
         torch.gather(output, 1, target, out=picked)
     slope = torch.zeros_like(output).scatter_(1, target, grad)

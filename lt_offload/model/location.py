@@ -12,9 +12,9 @@ when the last of them is given back.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,30 +22,31 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload.compat.torch import tree_map
+from lt_offload.machine.replaced import Replaced
 from lt_offload.model.blocks import Block
 
 Class = type[Any]
 
 _homes: WeakKeyDictionary[nn.Module, list[torch.device]] = WeakKeyDictionary()
 """Devices of modules, if they run elsewhere than where their parameters are."""
-_replaced: dict[Class, _Home] = {}
-"""By class whose ``device`` is replaced: by what, until no module is elsewhere any more."""
-_changing = threading.RLock()
 
 
 class _Home(property):
     """A class's ``device``: of modules that run elsewhere it is where they run, unless they do not say the host."""
 
     def __init__(self, original: property) -> None:
-        self.original = original
-
         def answer(module: nn.Module) -> Any:
             device = original.__get__(module, type(module))
             if isinstance(device, torch.device) and device.type == "cpu":
-                return _homes.get(module, [device])[-1]
+                return (_homes.get(module) or [device])[-1]
             return device
 
         super().__init__(answer, original.fset, original.fdel, original.__doc__)
+
+
+@cache
+def _home_of(owner: Any) -> Replaced:
+    return Replaced(lambda: owner, "device", _Home)
 
 
 @contextmanager
@@ -65,28 +66,17 @@ def staged(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
 def located(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Within the context ``device`` of ``model``, and of each of its modules that has this property, is ``device``."""
     modules = list(model.modules()) if device.type != "cpu" else []
-    owners = {type(module): _owner(type(module)) for module in modules}
+    owners: dict[Any, Any] = {type(module): _owner(type(module)) for module in modules}
     modules = [module for module in modules if owners[type(module)] is not None]
-    classes = [owner for owner in dict.fromkeys(owners.values()) if owner is not None]
-    with _changing:
+    with ExitStack() as stack:
+        for owner in dict.fromkeys(owners.values()):
+            if owner is not None:
+                stack.enter_context(_home_of(owner).active())
         for module in modules:
-            _homes.setdefault(module, []).append(device)  # contexts may be nested, and end in any order
-        for owner in classes:
-            if owner not in _replaced:
-                owner.device = _replaced[owner] = _Home(vars(owner)["device"])
-    try:
+            homes = _homes.setdefault(module, [])
+            homes.append(device)  # contexts may be nested, and end in any order
+            stack.callback(homes.remove, device)
         yield
-    finally:
-        with _changing:
-            for module in modules:
-                _homes[module].remove(device)
-                if not _homes[module]:
-                    del _homes[module]
-            if not _homes:
-                for owner, home in _replaced.items():
-                    if vars(owner).get("device") is home:  # otherwise somebody has replaced it in turn, and calls it
-                        owner.device = home.original
-                _replaced.clear()
 
 
 def _owner(cls: Class) -> Class | None:

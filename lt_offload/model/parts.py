@@ -13,7 +13,7 @@ all logits at once, or the plan computes both a few tokens at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -202,9 +202,7 @@ class Outputs:
 
     def __init__(self, sizes: Sequence[int], cutter: Cutter | None, *, graph: bool = False) -> None:
         self._cutter = cutter
-        self._joint = None if cutter is None else Joint(sizes, cutter, graph=graph)
-        self._tensors: list[Tensor] = []
-        """The tensors of the only part."""
+        self._joint = Joint(sizes, cutter, graph=graph)
         self._others: list[Any] = []
         """Leaves of what the first part has returned, with ``_TENSOR`` for each tensor."""
         self._spec: TreeSpec | None = None
@@ -220,20 +218,17 @@ class Outputs:
         del out
         if part == 0:
             self._others, self._spec = others, spec
-        if self._joint is None or self._cutter is None:
-            self._tensors = [tensor.detach() for tensor in tensors]
-            return tensors
-        if spec != self._spec:
-            raise self._cutter.other_outputs()
-        for values in zip(self._others, others, strict=True):
-            check_same(self._cutter, values)
+        if self._cutter is not None:
+            if spec != self._spec:
+                raise self._cutter.other_outputs()
+            for values in zip(self._others, others, strict=True):
+                check_same(self._cutter, values)
         self._joint.put(part, tensors)
         return tensors
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors for the batch, once."""
-        tensors, self._tensors = self._tensors, []
-        return tensors if self._joint is None else self._joint.results()
+        return self._joint.results()
 
     def whole(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the block returns for the batch, with these ``tensors`` in place, once."""
@@ -337,16 +332,13 @@ def micro_batched_reference(model: nn.Module, micro_batches: int, *, blocks: str
     """
     check_micro_batches(micro_batches)
     structure = find_blocks(model, blocks)
-    undo = []
-    for block, cutter in zip(structure.blocks, cutters(structure, micro_batches), strict=True):
-        if cutter is not None:
-            whole = called(block.module)
-            undo.append(intercept(block.module, partial(_where_graded, in_parts(whole, cutter), whole)))
-    try:
+    with ExitStack() as undo:
+        for block, cutter in zip(structure.blocks, cutters(structure, micro_batches), strict=True):
+            if cutter is not None:
+                whole = called(block.module)
+                parted = partial(_where_graded, in_parts(whole, cutter), whole)
+                undo.callback(intercept(block.module, parted))
         yield
-    finally:
-        for back in undo:
-            back()
 
 
 def _where_graded(parted: Forward, whole: Forward, *args: Any, **kwargs: Any) -> Any:

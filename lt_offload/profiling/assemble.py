@@ -17,16 +17,12 @@ from lt_offload.machine.driver import page_table_bytes
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import Call
 from lt_offload.model.compiled import kernels_of
-from lt_offload.model.head import HeadLoss
-from lt_offload.model.location import staged
 from lt_offload.model.parts import extent
-from lt_offload.model.quantized import is_packed, tensors_of
-from lt_offload.model.state.hooks import silenced
+from lt_offload.model.quantized import is_packed
 from lt_offload.model.tiles import tokens_of
-from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss
+from lt_offload.profiling.block_cost import BlockCost, discard
 from lt_offload.profiling.flops import flops_per_token
 from lt_offload.profiling.host_reads import Readers
-from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.optimizer import UpdateSizes
 from lt_offload.profiling.step.logits import Tail
 from lt_offload.profiling.step.model_call import Seam
@@ -156,38 +152,6 @@ def assemble(
         kernels=kernels_of(model),
         tile_tokens=tokens_of(model),
     )
-
-
-def block_costs(
-    captured: Capture,
-    device: torch.device,
-    meter: Meter,
-    say: Progress,
-) -> list[BlockCost]:
-    """Measure every distinct call once, unseen by users' hooks; return one cost per block."""
-    known: dict[int, BlockCost] = {}
-    distinct = len({id(call) for call in captured.calls})
-    # Blocks that cost the same share a call. Where one of them may run again, the options for that have to be measured;
-    # blocks that must not run again leave these options out (`_block_profiles`).
-    repeatable = {id(call) for call, once in zip(captured.calls, captured.once, strict=True) if not once}
-    for call in captured.calls:
-        if id(call) not in known:
-            say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
-            # As the module was at its call: the step has run on since, and may have changed what the block reads.
-            with staged(tensors_of(call.module), device), call.as_called(), silenced(call.module):
-                known[id(call)] = measure_block(call, meter, once=id(call) not in repeatable)
-    return [known[id(call)] for call in captured.calls]
-
-
-def costs_with_loss(captured: Capture, device: torch.device, meter: Meter, say: Progress) -> list[BlockCost]:
-    """Measure the last block with the loss in it, if it may be so, unseen by users' hooks."""
-    costs = []
-    for name, call in captured.with_loss.items():
-        say(f"measuring {type(call.module).__name__} ({name})")
-        assert isinstance(call.module, HeadLoss)
-        with staged(tensors_of(call.module), device), silenced(call.module):
-            costs.append(measure_with_loss(call, name, call.module.chunk, meter))
-    return costs
 
 
 def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProfile, ...]:

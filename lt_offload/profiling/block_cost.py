@@ -6,7 +6,7 @@ import logging
 import statistics
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from lt_offload.compat.torch import address_of, skip_in_dynamo
 from lt_offload.machine.accounting import storage_bytes, tensors_in
 from lt_offload.machine.dispatch import OperationLog
 from lt_offload.model.calls import Call, bit_sums, has_values, numbers_of
+from lt_offload.model.compiled import gradients_aside
 from lt_offload.model.parts import Joint
 from lt_offload.model.saving import CacheCostly, ReplayCostly, SparseParts, travels
 from lt_offload.model.snapshot import version
@@ -466,8 +467,6 @@ def _dropping_gradients(
     module: nn.Module, seen: Callable[[Tensor], None] | None, complete: Callable[[], bool]
 ) -> Iterator[None]:
     """Let no gradient of a parameter outlive its completion; gradients that were there are put back."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    before = [parameter.grad for parameter in parameters]
 
     def drop(parameter: Tensor) -> None:
         if not complete():
@@ -476,17 +475,13 @@ def _dropping_gradients(
             seen(parameter.grad)
         parameter.grad = None
 
-    for parameter in parameters:
-        parameter.grad = None
-    # After accumulation, as the engine's hook is: a weight that is used twice has one gradient by then.
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     register: Callable[[Tensor, Callable[[Tensor], None]], Any] = Tensor.register_post_accumulate_grad_hook
-    hooks = [register(parameter, drop) for parameter in parameters]
-    try:
+    with gradients_aside(parameters), ExitStack() as hooks:
+        for parameter in parameters:
+            # After accumulation, as the engine's hook is: a weight that is used twice has one gradient by then.
+            hooks.callback(register(parameter, drop).remove)
         yield
-    finally:
-        for hook, parameter, gradient in zip(hooks, parameters, before, strict=True):
-            hook.remove()
-            parameter.grad = gradient
 
 
 # Where a compiled block's graph breaks, operations run uncompiled, and torch would compile the hooks they call.

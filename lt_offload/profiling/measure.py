@@ -6,7 +6,7 @@ The device needs room for one block, its activations and one batch; the model ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,13 @@ from lt_offload.compat.torch import reset_dynamo, tree_flatten, tree_map, tree_u
 from lt_offload.machine.driver import current, device_for
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import BlockNode, EntryNode, plainly
-from lt_offload.model.compiled import is_compiled, uncompiled
+from lt_offload.model.compiled import gradients_aside, is_compiled, uncompiled
 from lt_offload.model.location import located, staged
 from lt_offload.model.parts import Cutter, in_parts
 from lt_offload.model.snapshot import untouched
 from lt_offload.model.state.contexts import ambient, within
-from lt_offload.profiling.assemble import Measured, Progress
+from lt_offload.profiling.assemble import Progress
 from lt_offload.profiling.machine import measure_machine
-from lt_offload.profiling.meters import Meter
 from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer
 from lt_offload.profiling.step.first import FirstStep, LossWithBlock, Run, find_loss
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
@@ -109,10 +108,7 @@ def check_use(
     micro_batches: int = 1,
 ) -> Structure:
     """Run ``model`` once to refuse one that no plan trains exactly; return its blocks in the order of their calls."""
-
-    def made(structure: Structure) -> FirstStep:
-        return FirstStep(model, structure, optimizer, device, parts=micro_batches, code=uncompiled)
-
+    made = partial(FirstStep, model, optimizer=optimizer, device=device, parts=micro_batches, code=uncompiled)
     trial = partial(_trial, model, sample_batch, device, optimizer=optimizer, run=run)
     with ran(made, structure, trial, run or call_with_batch(model)) as step:
         return step.structure
@@ -145,11 +141,13 @@ def ran(
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
     with ExitStack() as stack:
         batch = stack.enter_context(trial())
-        for context in (plainly(model), located(model, device), _gradients_kept(model), staged(staying, device)):
+        # The trial's backward would add to the gradients that a user has, in place.
+        aside = gradients_aside([*model.parameters()])
+        for context in (plainly(model), located(model, device), aside, staged(staying, device)):
             stack.enter_context(context)
         stack.enter_context(torch.enable_grad())
         stack.callback(step.let_go)
-        with step.watching(batch, ApartRuns(structure, step.reached)):
+        with step.watching(batch, ApartRuns(step.reached)):
             result = run(batch)
             other = step.returned(result)
         if other is None:
@@ -164,27 +162,6 @@ def ran(
         yield step
 
 
-def measure_blocks(
-    model: nn.Module,
-    structure: Structure,
-    batch: Any,
-    *,
-    run: Run,
-    device: torch.device,
-    meter: Meter,
-    say: Progress,
-    micro_batches: int = 1,
-) -> Measured:
-    """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
-
-    def made(structure: Structure) -> FirstStep:
-        return FirstStep(model, structure, None, device, meter=meter, parts=micro_batches, code=uncompiled, say=say)
-
-    say("running the model once")
-    with ran(made, structure, lambda: nullcontext(dict(batch)), run) as step:
-        return step.costs(micro_batches)
-
-
 def call_with_batch(model: nn.Module) -> Run:
     """Return a function that calls ``model`` on a batch."""
 
@@ -196,27 +173,14 @@ def call_with_batch(model: nn.Module) -> Run:
     return run
 
 
-@contextmanager
-def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    # The trial's backward would add to the gradients that a user has, in place.
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-
-
 class ApartRuns:
     """Joins blocks to an outer graph whose backward ends at them, so that activations of one block at most are kept.
 
     ``first`` is called when the backward comes to the first block.
     """
 
-    def __init__(self, structure: Structure, first: Callable[[], object]) -> None:
-        self._structure, self._first = structure, first
+    def __init__(self, first: Callable[[], object]) -> None:
+        self._first = first
         self._anchor = torch.zeros((), requires_grad=True)
 
     def __call__(
@@ -231,8 +195,6 @@ class ApartRuns:
         reached: Callable[[int], None],
     ) -> Any:
         """Run a block; the arguments are those of ``Survey.forward`` in ``execute/training/survey.py``."""
-        # First of all: hooks for saved tensors would already be called in the run below.
-        limits.check_call(self._structure.blocks[index].name, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         del args, kwargs
         entered = [self._enter(index, leaf) for leaf in leaves]
@@ -258,8 +220,12 @@ class ApartRuns:
 
     def _enter(self, index: int, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            return _PrivateEntry.apply(self._anchor, leaf.detach(), index)  # type: ignore[no-untyped-call]
+            return EntryNode.apply(self._anchor, leaf.detach(), index, 0, _ignored)  # type: ignore[no-untyped-call]
         return leaf
+
+
+def _ignored(_gradient: Tensor) -> None:
+    pass
 
 
 class _Interface(BlockNode):
@@ -284,16 +250,3 @@ class _Interface(BlockNode):
         ctx.first()  # while the gradient is there with which the block's backward begins
         ctx.reached(0)
         return (None,) * 5
-
-
-class _PrivateEntry(EntryNode):
-    @staticmethod
-    @override
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, index: int) -> Tensor:
-        ctx.block = index
-        return x.view_as(x)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
-        return (None,) * 3

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lt_offload import limits
@@ -219,15 +219,3 @@ def _rows(trainer: Any, size: BatchSize) -> int:
 def _shortest(combined: Any) -> int:
     sets: list[Any] = [getattr(loader, "dataset", None) for loader in combined.flattened]
     return max(1, min((len(rows) for rows in sets if hasattr(rows, "__len__")), default=LARGEST))
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def warn_of_change(before: int | None, batch_size: int) -> None:
-    """Warn if this run continues one of another batch size, which was ``before``."""
-    if before not in (None, batch_size):
-        rank_zero_warn(
-            f"offmate: the run of the checkpoint had batch_size={before}, this one has {batch_size}: the order of the "
-            "data and the number of steps change; batch_size='auto' keeps what it was"
-        )

@@ -192,26 +192,21 @@ class Before:
                 "if they are to train on, let that hook see that the run is resumed"
             )
 
-    def parts(self, count: int | Literal["auto"]) -> int | Literal["auto"]:
-        """Return the parts of a batch where ``count`` is set; warns if they differ from those of the run before."""
-        if count == "auto":
-            return self.micro_batches or count
-        if self.micro_batches not in (None, count):
-            rank_zero_warn(
-                f"offmate: the run of the checkpoint had micro_batches={self.micro_batches}, this one has {count}: "
-                "sums of gradients are in another order, so that last bits change; micro_batches='auto' keeps what it "
-                "was"
-            )
-        return count
-
-    def warn_of_tiles(self, tokens: int) -> None:
-        """Warn if the run before had another number of ``tokens`` per tile (0: no tiles)."""
-        if self.tile_tokens not in (None, tokens):
-            before, now = self.tile_tokens or None, tokens or None
-            rank_zero_warn(
-                f"offmate: the run of the checkpoint had tile_tokens={before}, this one has {now}: sums of gradients "
-                f"are in another order, so that last bits change; tile_tokens={before} keeps what it was"
-            )
+    def warn_of_changes(self, profile: Profile) -> None:
+        """Warn if what decides about numbers was something else in the run before."""
+        sums = "sums of gradients are in another order, so that last bits change"
+        for name, now, effect in (
+            ("batch_size", profile.batch_size, "the order of the data and the number of steps change"),
+            ("micro_batches", profile.parts, sums),
+            ("tile_tokens", profile.tile_tokens, sums),
+        ):
+            before = getattr(self, name)
+            if before not in (None, now):
+                way = before or None if name == "tile_tokens" else "'auto'"
+                rank_zero_warn(
+                    f"offmate: the run of the checkpoint had {name}={before or None}, this one has {now or None}: "
+                    f"{effect}; {name}={way} keeps what it was"
+                )
 
     def measured(self, device: torch.device, *, processes: int, machines: int) -> Profile | None:
         """Return the profile of the run before, if that had as many ``machines`` with such a ``device``.

@@ -13,6 +13,7 @@ from lt_offload import limits
 from lt_offload.compat.lightning import AFTER_CLOSURE, BEFORE_ZERO_GRAD, CLIP_GRADIENTS
 from lt_offload.compat.torch import UNSCALES_ITSELF
 from lt_offload.errors import ConfigError
+from lt_offload.machine.replaced import own_attribute
 from lt_offload.model.compiled import cover
 from lt_offload.plan.batch.splits import LARGEST, Choices
 
@@ -232,28 +233,16 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
 
     with ExitStack() as undo:
         # On the objects, not their classes: other Trainers of the process are not concerned.
-        undo.enter_context(_attribute(plugin, "clip_gradients", clip_gradients))
+        undo.enter_context(own_attribute(plugin, "clip_gradients", clip_gradients))
         if looks_at_gradients(trainer, ["on_after_backward"]):
-            undo.enter_context(_attribute(plugin, "post_backward", shown))
+            undo.enter_context(own_attribute(plugin, "post_backward", shown))
         if looks_at_gradients(trainer, ["on_before_zero_grad"]):
-            undo.enter_context(_attribute(loop, BEFORE_ZERO_GRAD, shown_before_zeroing))
+            undo.enter_context(own_attribute(loop, BEFORE_ZERO_GRAD, shown_before_zeroing))
         if looks_at_gradients(trainer, ["on_before_optimizer_step"]):
-            undo.enter_context(_attribute(plugin, AFTER_CLOSURE, shown_before_the_step))
+            undo.enter_context(own_attribute(plugin, AFTER_CLOSURE, shown_before_the_step))
             # Lightning clips at the end of what shows gradients before the step, so that they are hidden again before
             # it does: the engine clips them where they are.
-            undo.enter_context(_attribute(plugin, CLIP_GRADIENTS, hidden))
+            undo.enter_context(own_attribute(plugin, CLIP_GRADIENTS, hidden))
         if _clips_by_hook(trainer):
             undo.callback(cover(module, "configure_gradient_clipping", configure_gradient_clipping))
         yield
-
-
-@contextmanager
-def _attribute(owner: Any, name: str, value: object) -> Iterator[None]:
-    before = dict(vars(owner))
-    vars(owner)[name] = value
-    try:
-        yield
-    finally:
-        del vars(owner)[name]
-        if name in before:
-            vars(owner)[name] = before[name]

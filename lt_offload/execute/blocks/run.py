@@ -25,7 +25,7 @@ from lt_offload import limits
 from lt_offload.compat.torch import top_saved_tensors_hooks, tree_flatten, tree_unflatten
 from lt_offload.execute.blocks.inner_tensors import InnerTensors
 from lt_offload.execute.blocks.shared_inputs import RunningTotal
-from lt_offload.execute.blocks.slices import GraphEntry, PlannedBlock, Slice, count_uses
+from lt_offload.execute.blocks.slices import PlannedBlock, Slice, count_uses, entry
 from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, SavedTensors, given_back
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.model.calls import BlockNode, tensors_of
@@ -446,7 +446,7 @@ class BlockRun:
 
     def _enter(self, part: Slice, anchor: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
         return [
-            GraphEntry.apply(anchor, x, part, slot) if need else x  # type: ignore[no-untyped-call]
+            entry(anchor, x, part, slot) if need else x
             for slot, (x, need) in enumerate(zip(inputs, self._needs_grad, strict=True))
         ]
 

@@ -11,21 +11,20 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from typing_extensions import override
 
 from lt_offload import limits
-from lt_offload.compat.torch import backward_class_of
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.inner_tensors import InnerTensors
 from lt_offload.execute.blocks.repeats import Repeats
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import Moved
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.model.calls import EntryNode, edges, tensors_of
+from lt_offload.model.calls import EntryNode, edges, is_entry_node, tensors_of
 from lt_offload.model.parts import Cutter
 from lt_offload.model.saving import CacheCostly
 from lt_offload.model.snapshot import version
@@ -145,30 +144,21 @@ class Slice:
             self.inner.recomputed()
 
 
-class GraphEntry(EntryNode):
-    """The node at which the private graph begins: it passes the input on, catches its gradient, and holds neither.
+def entry(anchor: Tensor, x: Tensor, part: Slice, slot: int) -> Tensor:
+    """Return an input of ``part`` as the private graph begins with it."""
+    # The slice holds this graph. A reference back would close a cycle through C++, which Python's collector does not
+    # see: every iteration's activations would stay.
+    catch = partial(_catch, weakref.ref(part), slot)
+    return EntryNode.apply(anchor, x, part.block.index, slot, catch)  # type: ignore[no-untyped-call,no-any-return]
 
-    ``anchor`` requires grad, so that there is a node although the inputs are detached from the outer graph.
-    """
 
-    @staticmethod
-    @override
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, part: Slice, slot: int) -> Tensor:
-        # The slice holds this graph. A reference back would close a cycle through C++, which Python's collector does
-        # not see: every iteration's activations would stay.
-        ctx.part, ctx.slot, ctx.block = weakref.ref(part), slot, part.block.index
-        return x.view_as(x)  # an output of its own: the graph begins at this node and not at the input
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None, None]:
-        part = ctx.part()
-        assert part is not None
-        part.catch(ctx.slot, grads[0])
-        return None, None, None, None
+def _catch(part: weakref.ref[Slice], slot: int, grad: Tensor) -> None:
+    alive = part()
+    assert alive is not None
+    alive.catch(slot, grad)
 
 
 def count_uses(roots: Sequence[Any]) -> Counter[int]:
     """Return how often each activation input is used in the private graph below ``roots``, by its slot."""
     ends = [*roots, *(node for node, _ in edges(roots))]
-    return Counter(node.slot for node in ends if isinstance(node, backward_class_of(GraphEntry)))
+    return Counter(node.slot for node in ends if is_entry_node(node))

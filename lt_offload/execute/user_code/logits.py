@@ -65,7 +65,7 @@ class DeferredLogits(Tensor):
                 raise _refusal(use)
             if self.hidden is None:
                 raise limits.LOSS_IN_CHUNKS.error(f"after the loss, its logits were used by {use}")
-            self.logits = scaled(self.project(self.hand_over()), self.scaling)
+            self.logits = scaled(self.project(self.hand_over()), self.scaling)[0]
         return self.logits
 
     def hand_over(self) -> Tensor:

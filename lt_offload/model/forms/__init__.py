@@ -24,11 +24,11 @@ from lt_offload.compat.peft import has_adapters
 from lt_offload.errors import ConfigError
 from lt_offload.model.forms.adapters import adapt_stored
 from lt_offload.model.forms.base import StorageForm
-from lt_offload.model.forms.exact import Lossless
 from lt_offload.model.forms.experts import compute_stored, experts_in, open_experts
 from lt_offload.model.forms.fp8 import FP8
 from lt_offload.model.forms.int8 import Int8
 from lt_offload.model.forms.layer import Stored, StoredLinear, pieces_of, put, stored_of, take
+from lt_offload.model.forms.lossless import Lossless
 from lt_offload.model.forms.mxfp4 import MXFP4
 from lt_offload.model.forms.nf4 import NF4
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lt_offload.compat.hugging_face import experts_weights, gated_by, use_experts, without_experts
 from lt_offload.compat.torch import is_fake
 from lt_offload.machine.dispatch import repeated
-from lt_offload.model.forms.layer import Stored, pieces_of, stored_of, take
+from lt_offload.model.forms.layer import Stored, in_autocast, pieces_of, stored_of, take
 
 ADAPTERS = "expert_adapters"
 """The attribute of a module with stored experts that has the adapters of the present call."""
@@ -82,7 +82,7 @@ def _counts(experts: Tensor, number: int) -> list[int]:
 def _layer(module: Any, name: str, x: Tensor, experts: Tensor, counts: list[int]) -> Tensor:
     """Return the products of the rows of ``x`` with the stored matrices of their experts, with adapters and biases."""
     stored, pieces = stored_of(module)[name], pieces_of(module, name)
-    out = _in_dtype(x, lambda x: _Products.apply(x, stored, counts, *pieces))  # type: ignore[no-untyped-call]
+    out = in_autocast(lambda x: _Products.apply(x, stored, counts, *pieces), x)  # type: ignore[no-untyped-call]
     for first, second, scale in vars(module).get(ADAPTERS, {}).get(name, ()):
         out = (out + scale * _low_rank(x, first, second, counts)).to(out.dtype)
     bias = getattr(module, f"{name}_bias", None) if module.has_bias else None
@@ -92,17 +92,8 @@ def _layer(module: Any, name: str, x: Tensor, experts: Tensor, counts: list[int]
 def _low_rank(x: Tensor, first: Tensor, second: Tensor, counts: list[int]) -> Tensor:
     x = x.to(first.dtype)
     for weight in (first, second):
-        x = _in_dtype(x, lambda x, weight=weight: _TrainedProducts.apply(x, weight.to(x.dtype), counts))  # type: ignore[misc,no-untyped-call]
+        x = in_autocast(lambda x, weight=weight: _Products.apply(x, None, counts, weight.to(x.dtype)), x)  # type: ignore[no-untyped-call]
     return x
-
-
-def _in_dtype(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``compute(x)``; under autocast in its dtype, which no operation within sees then."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return compute(x)
-    x = x.to(torch.get_autocast_dtype(x.device.type))
-    with torch.autocast(x.device.type, enabled=False):
-        return compute(x)
 
 
 def _parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
@@ -126,18 +117,21 @@ def _each(counts: Sequence[int], beside: Tensor, compute: Callable[[int, slice],
 
 
 class _Products(torch.autograd.Function):
-    """Products of rows with stored matrices of experts, each opened in the forward and again in the backward."""
+    """Products of rows with the matrices of their experts, which are all in ``pieces``.
+
+    Matrices that are ``stored`` are opened one by one, in the forward and again in the backward. Others are trained:
+    one tensor, which has one gradient.
+    """
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, stored: Stored, counts: list[int], *pieces: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stored: Stored | None, counts: list[int], *pieces: Tensor) -> Tensor:
         ctx.stored, ctx.counts = stored, counts
-        ctx.save_for_backward(*pieces)
-        out = x.new_empty(len(x), stored.matrix[0])
+        ctx.save_for_backward(*pieces, *([] if stored else [x]))
+        out = x.new_empty(len(x), stored.matrix[0] if stored else pieces[0].shape[1])
 
         def compute(expert: int, rows: slice) -> None:
-            weight = stored.open([piece[expert] for piece in pieces], x.dtype)
-            torch.mm(x[rows], weight.t(), out=out[rows])
+            torch.mm(x[rows], _matrix(stored, pieces, expert, x.dtype).t(), out=out[rows])
 
         _each(counts, x, compute)
         return out
@@ -146,46 +140,26 @@ class _Products(torch.autograd.Function):
     @override
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (grad,), pieces, stored = grads, ctx.saved_tensors, ctx.stored
-        grad = grad.contiguous()
-        into = grad.new_empty(len(grad), stored.matrix[1])
-
-        def compute(expert: int, rows: slice) -> None:
-            weight = stored.open([piece[expert] for piece in pieces], grad.dtype)
-            torch.mm(grad[rows], weight, out=into[rows])
-
-        _each(ctx.counts, grad, compute)
-        return into, None, None, *(None for _ in pieces)
-
-
-class _TrainedProducts(torch.autograd.Function):
-    """Products of rows with trained matrices of experts, all in one tensor, which has one gradient."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        ctx.counts = counts
-        ctx.save_for_backward(x, weight)
-        out = x.new_empty(len(x), weight.shape[1])
-        _each(counts, x, lambda expert, rows: _mm(x[rows], weight[expert].t(), out[rows]))
-        return out
-
-    @staticmethod
-    @override
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (grad,), (x, weight) = grads, ctx.saved_tensors
-        grad = grad.contiguous()
+        saved, stored = ctx.saved_tensors, ctx.stored
+        grad = grads[0].contiguous()
         into: Tensor | None = None
         of_weight: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            into = rows_of = torch.empty_like(x)
-            _each(ctx.counts, grad, lambda expert, rows: _mm(grad[rows], weight[expert], rows_of[rows]))
-        if ctx.needs_input_grad[1]:
-            of_weight = whole = weight.new_zeros(weight.shape)
-            _each(ctx.counts, grad, lambda expert, rows: _mm(grad[rows].t(), x[rows], whole[expert]))
-        return into, of_weight, None
+        if stored or ctx.needs_input_grad[0]:
+            into = rows_of = grad.new_empty(len(grad), stored.matrix[1]) if stored else torch.empty_like(saved[1])
+
+            def compute(expert: int, rows: slice) -> None:
+                torch.mm(grad[rows], _matrix(stored, saved, expert, grad.dtype), out=rows_of[rows])
+
+            _each(ctx.counts, grad, compute)
+        if not stored and ctx.needs_input_grad[3]:
+            of_weight = whole = saved[0].new_zeros(saved[0].shape)
+
+            def add(expert: int, rows: slice) -> None:
+                torch.mm(grad[rows].t(), saved[1][rows], out=whole[expert])
+
+            _each(ctx.counts, grad, add)
+        return into, None, None, of_weight, *(None for _ in ctx.needs_input_grad[4:])
 
 
-def _mm(left: Tensor, right: Tensor, out: Tensor) -> None:
-    torch.mm(left, right, out=out)
+def _matrix(stored: Stored | None, pieces: Sequence[Tensor], expert: int, dtype: torch.dtype) -> Tensor:
+    return pieces[0][expert] if stored is None else stored.open([piece[expert] for piece in pieces], dtype)

@@ -6,7 +6,7 @@ the pieces alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,21 +127,25 @@ class StoredLinear(nn.Linear):
     @override
     def forward(self, input: Tensor) -> Tensor:
         stored, pieces = stored_of(self)["weight"], pieces_of(self, "weight")
-        if not torch.is_autocast_enabled(input.device.type):
-            return _product(input, self.bias, stored, pieces)
-        # Casts are outside: no operation within sees autocast then.
-        dtype = torch.get_autocast_dtype(input.device.type)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        with torch.autocast(input.device.type, enabled=False):
-            return _product(input.to(dtype), bias, stored, pieces)
+
+        def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            return _Product.apply(x, bias, stored, *pieces)  # type: ignore[no-untyped-call,no-any-return]
+
+        return in_autocast(product, input, self.bias)
 
     @override
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, form={stored_of(self)['weight'].form.name}"
 
 
-def _product(x: Tensor, bias: Tensor | None, stored: Stored, pieces: Sequence[Tensor]) -> Tensor:
-    return _Product.apply(x, bias, stored, *pieces)  # type: ignore[no-untyped-call,no-any-return]
+def in_autocast(compute: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
+    """Return ``compute`` of tensors; under ``torch.autocast`` in its dtype, which no operation within sees then."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return compute(x, *others)
+    dtype = torch.get_autocast_dtype(x.device.type)
+    cast = [tensor if tensor is None else tensor.to(dtype) for tensor in (x, *others)]
+    with torch.autocast(x.device.type, enabled=False):
+        return compute(*cast)
 
 
 class _Product(torch.autograd.Function):

@@ -85,14 +85,14 @@ def states_for(x: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def drawing(x: Tensor, states: Sequence[Tensor]) -> Iterator[None]:
-    """Let a module called with ``x`` draw what follows ``states``, and nobody else notice; without states whatever."""
+def drawing(devices: Sequence[torch.device], states: Sequence[Tensor]) -> Iterator[None]:
+    """Let a run on ``devices`` draw what follows ``states``, and nobody else notice; without states whatever."""
     if not states:
         yield
         return
-    now = global_states([x.device])
+    now = global_states(devices)
     try:
-        set_global_states(states, [x.device])
+        set_global_states(states, devices)
         yield
     finally:
-        set_global_states(now, [x.device])
+        set_global_states(now, devices)

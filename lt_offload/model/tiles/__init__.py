@@ -229,7 +229,7 @@ class _InTiles(torch.autograd.Function):
         wholes: list[Tensor | None] = [None] * len(args)
         with ExitStack() as stack:
             stack.enter_context(within(ctx.ambient))
-            stack.enter_context(drawing(args[0], ctx.draws))
+            stack.enter_context(drawing([args[0].device], ctx.draws))
             stack.enter_context(_in_place(ctx.places, leaves))
             stack.enter_context(torch.enable_grad())
             for at, gradients in tile.parts((*args, grads[0]), run):

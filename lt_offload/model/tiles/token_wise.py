@@ -91,7 +91,7 @@ def _tried(module: nn.Module, dtype: torch.dtype) -> bool | None:
         for width in [*dict.fromkeys(sizes)][:_WIDTHS]:
             x = torch.zeros(_SAMPLES, _TOKENS, width, dtype=dtype, device=weights[0].device)
             try:
-                with drawing(x, states_for(x)):
+                with drawing([x.device], states_for(x)):
                     return _TokenWise.check(module, [x.clone() for _ in inputs])
             except _MixesError:
                 return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,15 @@ from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of, r
 from lt_offload.errors import ConfigError, InfeasibleError, first_line
 from lt_offload.model import tiles
 from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.model.compiled import uncompiled
 from lt_offload.model.forms import form_named, store_weights
 from lt_offload.profiling.assemble import assemble
 from lt_offload.profiling.from_config.compiled import compile_planned
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.profiling.measure import measure_blocks
+from lt_offload.profiling.measure import ran
 from lt_offload.profiling.meters import Roofline
 from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer, estimate_optimizer
+from lt_offload.profiling.step.first import FirstStep
 from lt_offload.resources import is_dir, is_file, shipped_files
 from lt_offload.schema.profile import Contention, HardwareProfile, Profile
 from lt_offload.units import format_bytes
@@ -150,16 +152,12 @@ def profile_config(
         if unmasked:
             stack.enter_context(one_sequence_per_row())
         with Roofline(machine, unmasked=unmasked) as meter:
-            measured = measure_blocks(
-                model,
-                structure,
-                batch,
-                run=_run(model, autocast, loss or (lambda model, batch: model(**batch).loss)),
-                device=torch.device("cpu"),
-                meter=meter,
-                say=say,
-                micro_batches=micro_batches,
-            )
+            say("running the model once")
+            how: dict[str, Any] = {"meter": meter, "parts": micro_batches, "code": uncompiled, "say": say}
+            first = partial(FirstStep, model, optimizer=None, device=torch.device("cpu"), **how)
+            run = _run(model, autocast, loss or (lambda model, batch: model(**batch).loss))
+            with ran(first, structure, lambda: nullcontext(dict(batch)), run) as step:
+                measured = step.costs(micro_batches)
     updates = estimate_optimizer(made, machine)
     profile = assemble(model, batch, measured, sizes=sizes, updates=updates, hardware=machine)
     peak = machine.peak_flops_per_s.get(autocast or dtype, 0.0)
@@ -275,22 +273,15 @@ def _with_lora(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
 
 def _make_fake(model: nn.Module) -> None:
     """Replace the tensors of ``model`` by fake ones on the CPU, tied ones by the same; under a ``FakeTensorMode``."""
-    made: dict[int, Any] = {}
+    made: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, parameter in parameters_of(module).items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        for held in (parameters_of(module), buffers_of(module)):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in made:
+                    empty, weight = torch.empty(tensor.shape, dtype=tensor.dtype), isinstance(tensor, nn.Parameter)
                     # By identity, so that tied weights stay tied: a profile counts them once.
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                parameters_of(module)[name] = made[id(parameter)]
-        for name, buffer in buffers_of(module).items():
-            if buffer is not None:
-                buffers_of(module)[name] = _fake(made, buffer)
-
-
-def _fake(made: dict[int, Any], tensor: Tensor) -> Any:
-    return made.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
+                    made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if weight else empty
+                held[name] = None if tensor is None else made[id(tensor)]
 
 
 def _batch(batch_size: int, sequence_length: int, *, padding: bool, packing: bool) -> dict[str, Tensor]:

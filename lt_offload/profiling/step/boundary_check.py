@@ -48,9 +48,10 @@ from lt_offload.model.parts import Cut, check_rows
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.contexts import alone
 from lt_offload.model.state.effects import Effects, Rest, Snapshot
+from lt_offload.model.state.generators import drawing
 from lt_offload.model.state.hooks import InnerHooks
 from lt_offload.profiling.host_reads import Readers
-from lt_offload.profiling.step.alike import Alike
+from lt_offload.profiling.step.model_call import note_result, result_like
 
 _log = logging.getLogger(__name__)
 
@@ -72,16 +73,8 @@ class BoundaryCheck:
         """Blocks that must not run a second time for their backward, nor without a graph, and why."""
         self._given: list[tuple[int, _Versions, Rest]] = []
         """Per run of a block: its index, its argument tensors with their versions, and other state that it has seen."""
-        self._uses: dict[int, list[int]] = {}
-        """Uses of each activation, by the identity of a call that has run with a graph."""
-        self.unrecorded: set[int] = set()
-        """Calls of which a run has kept no graph, by their identity."""
-        self._kinds: dict[int, int] = {}
-        """By block: the identity of the call that it had."""
-        self._compared: dict[int, tuple[Call, list[str]]] = {}
-        """Calls that have run without a graph and with one, with nothing to be said of further ones that call the same
-        operations, by identity."""
-        self._alike = Alike(readers)
+        self._kinds: dict[int, Call] = {}
+        """By block: the call that it had."""
         names: dict[nn.Parameter, int] = Counter(p for b in structure.blocks for p in {*b.module.parameters()})
         self._shared = {p: name for name, p in structure.tensors if names[p] > 1}
         """Weights of several blocks."""
@@ -94,9 +87,7 @@ class BoundaryCheck:
 
     def let_go(self) -> None:
         """Let go of the model's graph and of the calls, when all has been checked."""
-        self._compared.clear()
-        self._alike.let_go()
-        self._uses.clear()
+        self._kinds.clear()
         self._inputs.clear()
         self._given.clear()
 
@@ -134,16 +125,17 @@ class BoundaryCheck:
             args, kwargs = tree_unflatten(entering, spec)
             return forward(*args, **kwargs)
 
-        self._kinds[index] = id(call)
+        self._kinds[index] = call
         module, since = self._blocks[index].module, len(self._readers.noted)
-        other = self._alike.returns(call, leaves, module)
+        other = result_like(call, leaves, module, self._readers)
         if call.has_backward and not torch.is_grad_enabled():
-            self.unrecorded.add(id(call))
+            call.unrecorded = True
             other = run
         if other is not None:
             out = other()
             self._given.append((index, versions, Rest([])))
-            self._note_inputs(origins, self._uses[id(call)])  # as another of its kind, which has had a graph
+            assert call.uses is not None
+            self._note_inputs(origins, call.uses)  # as another of its kind, which has had a graph
             return out
         constant = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.requires_grad]
         out = self._run_twice(index, call, run, versions)
@@ -160,9 +152,9 @@ class BoundaryCheck:
         if cut is not None:  # what every part is given is used by each; rows are put together before they are given on
             pairs = zip(call.slots, uses, strict=True)
             uses = [min(used, 1) if slot in cut.rows else used * len(cut.sizes) for slot, used in pairs]
-        self._uses[id(call)] = uses
+        call.uses = uses
         self._note_inputs(origins, uses)
-        self._alike.note(call, leaves, module, out, self._readers.noted[since:])
+        note_result(call, leaves, module, out, self._readers.noted[since:])
         return out
 
     def _note_inputs(self, origins: Sequence[tuple[Any, int]], uses: Sequence[int]) -> None:
@@ -174,8 +166,8 @@ class BoundaryCheck:
     def repeats(self, index: int, call: Call) -> bool:
         """Return whether a block may run again for its backward, as far as those of its kind have shown that."""
         self.find_rewritten()
-        known = id(call) in self._uses and not call.other_kernels and not call.compiled
-        known = known and not any(self._kinds[other] == id(call) for other in self.once if other in self._kinds)
+        known = call.uses is not None and not call.other_kernels and not call.compiled
+        known = known and not any(self._kinds.get(other) is call for other in self.once)
         block = self._blocks[index]
         known = known and not isinstance(call.module, HeadLoss)
         return known and index not in self.once and InnerHooks(block.name, block.module).find() is None
@@ -192,7 +184,7 @@ class BoundaryCheck:
         have to call the same operations. Raises ``UnsupportedError`` if outputs differ by a bit even with a graph, or
         the block writes to its input.
         """
-        block, self._rest, known = self._blocks[index], Rest([]), self._compared.get(id(call))
+        block, self._rest, known = self._blocks[index], Rest([]), call.operations
         if call.compiled or (known is not None and not has_values(call)) or isinstance(call.module, HeadLoss):
             return self._run_kept(index, call, forward)  # always with a graph, or all that can be known is known
         hook = InnerHooks(block.name, block.module).find()
@@ -211,14 +203,14 @@ class BoundaryCheck:
             self.once.setdefault(index, "as its forward changes it, unlike others of its kind")
         elif _any_written(arguments):
             self._note_rewritten(index, "an argument")
-        elif known is None or operations.called != known[1]:
+        elif known is None or operations.called != known:
             self._compare(index, call, forward, out, operations.called, before, before_draws)
             # What draws may have been left out this time, and what has changed itself is another block the next time.
             alike = not has_values(call) or (not before.changed and all(map(torch.equal, before_draws, call.draws())))
             if alike and known is None and index not in self.once:
-                self._compared[id(call)] = call, operations.called
+                call.operations = operations.called
                 if not has_values(call) and not before.changed:
-                    self._alike.quiet.add(id(call))
+                    call.alike = {}
         return out
 
     def _compare(
@@ -263,14 +255,12 @@ class BoundaryCheck:
         self, call: Call, forward: Callable[[], Any], before: Snapshot, before_draws: list[Tensor], *, graph: bool
     ) -> tuple[Any, list[str]]:
         """Run a block once more, from the state that it had and with the same draws; return what it calls, too."""
-        after_draws = call.draws()
-        call.draw_from(before_draws)
         with ExitStack() as stack:
+            stack.enter_context(drawing(call.devices, before_draws))
             stack.enter_context(alone(call.contexts))
             stack.enter_context(before.restored(graph=graph))
             stack.enter_context(self._readers.paused())
             stack.enter_context(torch.set_grad_enabled(graph))
-            stack.callback(call.draw_from, after_draws)
             operations = stack.enter_context(OperationLog())
             return forward(), operations.called
 
@@ -356,15 +346,14 @@ class BoundaryCheck:
             )
         if InnerHooks(block.name, block.module).find() is not None:
             return  # they would be called once more
-        draws = call.draws()
-        with Effects(block.module).untouched(), self._readers.paused():
+        unseen = drawing(call.devices, call.draws())
+        with unseen, Effects(block.module).untouched(), self._readers.paused():
             try:
                 self._check_two(block, call, forward, samples)
             except OffloadError:
                 raise
             except (RuntimeError, ValueError, IndexError) as error:  # whatever users' code makes of another shape
                 raise limits.MICRO_BATCHES.error(f"block {block.name} fails on a part of a batch: {error}") from error
-        call.draw_from(draws)
 
     def _check_two(self, block: Block, call: Call, forward: Callable[..., Any], cut: Cut) -> None:
         rows = cut.rows

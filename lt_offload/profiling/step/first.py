@@ -34,8 +34,8 @@ from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.generators import generators_kept
 from lt_offload.model.state.handed import Handed
 from lt_offload.model.state.hooks import silenced
-from lt_offload.profiling.assemble import Capture, Measured, Progress, assemble, at_least, block_costs, costs_with_loss
-from lt_offload.profiling.block_cost import measure_block
+from lt_offload.profiling.assemble import Capture, Measured, Progress, assemble, at_least
+from lt_offload.profiling.block_cost import BlockCost, measure_block, measure_with_loss
 from lt_offload.profiling.host_reads import Readers
 from lt_offload.profiling.machine import MeasuredMachine
 from lt_offload.profiling.meters import Meter, Stopwatch
@@ -184,6 +184,8 @@ class FirstStep:
                 self._followed = bool(self._called)
                 with self._readers.paused(), self.stage(block.module), within(ambient()):
                     return handed.returned(run(*args, **kwargs))
+            # Before it runs at all: hooks for saved tensors would be called.
+            limits.check_call(block.name, kwargs)
             again = index in self._called
             self._called.append(index)
             with self._readers.paused() if again else nullcontext():
@@ -369,20 +371,30 @@ class FirstStep:
         Raises ``UnsupportedError`` if a block cannot take the batch in parts, and ``OverBudget`` if a GPU has no memory
         for one block of the batch.
         """
-        captured, device, say = self.reached(), self.device, self._say
+        captured, device, meter = self.reached(), self.device, self.meter
         self._check_forwards(parts)
         structure, readers = captured.structure, self._readers.of(captured.structure)
-        again = [id(call) in self.boundary.unrecorded for call in captured.calls]
+        again = [call.unrecorded for call in captured.calls]
         with ExitStack() as stack:
             stack.enter_context(self._in_memory())
             stack.enter_context(runnable(structure))
             if device.type == "cuda":
                 warm_up(device)
             captured = replace(self._with_others(captured), calls=self._calls(captured, parts, unfrozen=unfrozen))
-            with_loss = costs_with_loss(captured, device, self.meter, say)
+            with_loss, known = list[BlockCost](), dict[int, BlockCost]()
+            for name, call in captured.with_loss.items():
+                assert isinstance(call.module, HeadLoss)
+                with self._alone(call, name):
+                    with_loss.append(measure_with_loss(call, name, call.module.chunk, meter))
             apart = [call for call in captured.calls if not isinstance(call.module, HeadLoss)]
-            alone = replace(captured, calls=tuple(apart), once=captured.once[: len(apart)])
-            costs = block_costs(alone, device, self.meter, say)
+            # Blocks that cost the same share a call. Where one of them may run again, the options for that have to be
+            # measured; blocks that must not run again leave these options out (``assemble``).
+            repeatable = {id(call) for call, once in zip(apart, captured.once, strict=False) if not once}
+            kinds = {id(call): call for call in apart}
+            for key, call in kinds.items():
+                with self._alone(call, f"{len(known) + 1} of {len(kinds)} kinds of blocks"):
+                    known[key] = measure_block(call, meter, once=key not in repeatable)
+            costs = [known[id(call)] for call in apart]
             for at, cost in enumerate(costs):
                 if again[at]:  # its first backward runs the forward again, whatever is planned
                     options = (at_least(option, option.forward_peak_bytes, ()) for option in cost.options)
@@ -390,8 +402,17 @@ class FirstStep:
             if len(costs) < len(captured.calls):  # the last block is computed with the loss, in no other way
                 costs.append(replace(with_loss[0], options=()))
             if device.type == "cuda":
-                readers.measure_on(device, self.meter, say)
+                readers.measure_on(device, meter, self._say)
         return Measured(captured=captured, costs=costs, with_loss=with_loss, readers=readers, parts=parts)
+
+    @contextmanager
+    def _alone(self, call: Call, what: str = "") -> Iterator[None]:
+        """Enclose runs of a block that only measure, unseen by users' hooks; ``what`` it is the user is told."""
+        if what:
+            self._say(f"measuring {type(call.module).__name__} ({what})")
+        # As the module was at its call: the step has run on since, and may have changed what the block reads.
+        with self.stage(call.module), call.as_called(), silenced(call.module):
+            yield
 
     def _check_forwards(self, parts: int) -> None:
         if parts > 1 and self.reached().deferred:
@@ -429,7 +450,7 @@ class FirstStep:
         """
         seams, outside = list(captured.seams), captured.outside
         for at, call in captured.others:
-            with self.stage(call.module), call.as_called(), silenced(call.module):
+            with self._alone(call):
                 keep = measure_block(call, self.meter, once=True).options[0]
             trained = [p for p in call.module.parameters() if p.requires_grad]
             most = keep.saved_bytes + keep.backward_peak_bytes + max((p.nbytes for p in trained), default=0)

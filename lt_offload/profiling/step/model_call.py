@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lt_offload.compat.torch import tensor_hooks_of, tree_flatten, tree_leaves
+from lt_offload.compat.torch import TreeSpec, address_of, tensor_hooks_of, tree_flatten, tree_leaves, tree_unflatten
 from lt_offload.model.blocks import Block
 from lt_offload.model.calls import BlockOutput, Call, edges, held_by_nodes, is_block_node, numbers_of, tensors_of
 from lt_offload.model.compiled import Forward, is_compiled
@@ -23,7 +23,7 @@ from lt_offload.model.parts import Cutter
 from lt_offload.model.saving import activations_of
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.handed import Containers
-from lt_offload.profiling.step.alike import described
+from lt_offload.profiling.host_reads import Read, Readers
 
 if TYPE_CHECKING:
     from lt_offload.profiling.step.first import FirstStep
@@ -337,3 +337,55 @@ def _reached(reached: set[int], positions: Sequence[int], number: int) -> None:
 def _flags(module: nn.Module) -> list[str]:
     """Return the flags that are set in ``module``; torch's own, such as for hooks, say nothing of its numbers."""
     return [name for name, value in vars(module).items() if value is True and not name.startswith("_")]
+
+
+# -- like calls --------------------------------------------------------------------------------------------------------
+
+# Numbers tell blocks of one kind apart, and fake tensors have none: one of a kind runs, and the others return the like,
+# so that a model of sixty like layers is known when one has run.
+
+_ATOMS = (bool, int, float, str, type(None))
+
+
+def result_like(call: Call, leaves: Sequence[Any], module: nn.Module, readers: Readers) -> Callable[[], Any] | None:
+    """Return a function that stands for a run of ``module`` on ``leaves``; None if it has to run."""
+    known = call.alike.get((*map(described, leaves),)) if call.alike else None
+    if known is None:
+        return None
+    make, ran, reads = known
+    readers.note_like(reads, ran, module)
+    return make  # type: ignore[no-any-return]
+
+
+def note_result(call: Call, leaves: Sequence[Any], module: nn.Module, out: Any, reads: list[Read]) -> None:
+    """Note a run of ``module`` on ``leaves``, if its results are new tensors, and its graph holds none beside."""
+    if call.alike is None:
+        return
+    outputs, spec = tree_flatten(out)
+    if not all(isinstance(leaf, Tensor) for leaf in outputs):
+        return
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    known = [*module.parameters(), *module.buffers(), *inputs, *held_by_nodes(inputs)]
+    held = {id(tensor) for tensor in held_by_nodes(out)} - set(map(id, known))
+    before, after = ([address_of(x.untyped_storage()) for x in tensors] for tensors in (known, outputs))
+    new = len({*after} - {*before}) == len(outputs)
+    whole = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in outputs)
+    if new and whole and not held and all(isinstance(leaf, (Tensor, *_ATOMS)) for leaf in leaves):
+        make = partial(_made, [partial(torch.empty_strided, **_form(tensor)) for tensor in outputs], spec)
+        call.alike[(*map(described, leaves),)] = make, module, reads
+
+
+def described(leaf: Any) -> object:
+    """Return the form of an argument, on which the cost of a call depends."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.stride()
+    return leaf if isinstance(leaf, _ATOMS) else type(leaf)
+
+
+def _form(tensor: Tensor) -> dict[str, Any]:
+    form = {name: getattr(tensor, name) for name in ("dtype", "device", "requires_grad")}
+    return {"size": tensor.shape, "stride": tensor.stride(), **form}
+
+
+def _made(makers: Sequence[Callable[[], Tensor]], spec: TreeSpec) -> Any:
+    return tree_unflatten([make() for make in makers], spec)

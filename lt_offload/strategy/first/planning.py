@@ -44,7 +44,6 @@ from lt_offload.schema.files import from_json
 from lt_offload.schema.plan import PLAN_SCHEMA, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import replay
-from lt_offload.strategy.batch_size import warn_of_change
 from lt_offload.strategy.first.survey import FirstIteration, early_loss
 from lt_offload.strategy.replan import LEAST_S, Replanning, follow, planning
 from lt_offload.strategy.replay import Before
@@ -417,11 +416,10 @@ class Planning(Processes):
         if path is not None:
             # In the plan's own number of parts, which the setting may leave open.
             count = replay.load_plan(path, budget, micro_batches=count).parts
-        else:
-            count = self.run_before.parts(count)
+        elif count == "auto":
+            count = self.run_before.micro_batches or count
         self.profile = profile = profiled(1 if count == "auto" else count)
-        warn_of_change(self.run_before.batch_size, profile.batch_size)
-        self.run_before.warn_of_tiles(profile.tile_tokens)
+        self.run_before.warn_of_changes(profile)
         if path is not None:
             self.plan = self._replayed(path, profile, budget)
             return

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from lt_offload.compat.lightning import before_transfer, data_source, training_modes
 from lt_offload.errors import ConfigError
 from lt_offload.machine.forked import in_a_fork
+from lt_offload.machine.replaced import own_attribute
 from lt_offload.model.batch import Size
 from lt_offload.model.snapshot import untouched as kept
 from lt_offload.schema.profile import Profile
@@ -170,20 +171,13 @@ def untouched(trainer: Any) -> Iterator[None]:
     # A datamodule that only makes loaders is not searched: it may hold a whole data set.
     roots = {type(owner).__name__: owner for owner in (module, data) if owner is module or _takes_part(owner)}
     namespace = trainer.strategy.namespace
-    with import_module(f"{namespace}.utilities.seed").isolate_rng(), kept(**roots):
-        loggers = trainer.loggers
+    with import_module(f"{namespace}.utilities.seed").isolate_rng(), kept(**roots), ExitStack() as undo:
         nowhere = import_module(f"{namespace}.loggers.logger").DummyLogger
-        trainer.loggers = [nowhere() for _ in loggers]
-        silenced = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
-        own = {name: vars(module)[name] for name in silenced if name in vars(module)}
-        vars(module).update(silenced)
-        try:
-            yield
-        finally:
-            trainer.loggers = loggers
-            for name in silenced:
-                del vars(module)[name]
-            vars(module).update(own)
+        undo.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [nowhere() for _ in trainer.loggers]
+        for name in ("log", "log_dict"):
+            undo.enter_context(own_attribute(module, name, lambda *args, **kwargs: None))
+        yield
 
 
 def _takes_part(data: Any) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 from lt_offload.compat.lightning import ALL_GATHER, BEFORE_BATCH, SCRIPT_LAUNCHER, is_last_batch
 from lt_offload.errors import ConfigError, ProcessError
 from lt_offload.machine.pages import make_file
+from lt_offload.machine.replaced import own_attribute
 from lt_offload.strategy.several.facts import changeable, compare
 
 if TYPE_CHECKING:
@@ -351,11 +352,8 @@ class Processes:
             elif any(map(any, self._meet("the beginning of a batch", bytes([trainer.received_sigterm])))):
                 broadcast()  # which raises as the first process says
 
-        setattr(loop, BEFORE_BATCH, before_batch)
-        try:
+        with own_attribute(loop, BEFORE_BATCH, before_batch):
             yield
-        finally:
-            delattr(loop, BEFORE_BATCH)
 
     def begins_batch(self, trainer: Any, number: int) -> None:
         """Check that all processes are at the batch with this ``number``, and go on with it.

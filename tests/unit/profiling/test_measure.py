@@ -153,7 +153,7 @@ def test_a_batch_that_is_too_large_for_the_device_is_named(monkeypatch: pytest.M
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("lt_offload.profiling.step.first.block_costs", full)
+    monkeypatch.setattr("lt_offload.profiling.step.first.measure_block", full)
     with pytest.raises(OverBudget, match="^2 samples of 12 tokens, .* than cpu has left; lower the batch size"):
         measured(models.build("llama"))
 

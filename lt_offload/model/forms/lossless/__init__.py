@@ -1,8 +1,7 @@
 """The lossless form of bfloat16 weights: about 0.70 of their size, and every bit comes back.
 
-:func:`close` makes the pieces of a weight once, :func:`open_` writes the numbers that they hold, NaN payloads, signs of
-zeros and subnormal numbers included. ``plain.py`` defines both. Compiled code does the same on the host, and a kernel
-in Triton opens weights on a GPU.
+NaN payloads, signs of zeros and subnormal numbers included. ``plain.py`` defines how pieces are made of numbers and
+opened. Compiled code does the same on the host, and a kernel in Triton opens weights on a GPU.
 """
 
 from __future__ import annotations
@@ -11,117 +10,64 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
+from lt_offload.model.forms.base import Layout, Pieces, StorageForm
 from lt_offload.model.forms.lossless import host, plain
-from lt_offload.model.forms.lossless.plain import Closed, Layout
+from lt_offload.model.forms.lossless.plain import Closed
 
 _log = logging.getLogger(__name__)
-
-__all__ = ["SHARE", "Closed", "close", "has_kernel", "layout", "open_", "stack"]
 
 SHARE = 1 / 32
 """Share of numbers that have an escape in weights as they usually are: pieces take 0.705 of the weight's bytes then."""
 
 
-def layout(shape: Sequence[int], room: float = SHARE) -> Layout:
-    """Return shapes and dtypes of the pieces of a weight of ``shape``, with room for such a share of escapes."""
-    numbers = math.prod(shape)
-    return plain.layout(numbers, math.ceil(numbers * room))
+class Lossless(StorageForm):
+    """Signs and mantissas, codes of exponents, and those without a code; there is room for ``SHARE`` of these."""
 
+    name: ClassVar[str] = "lossless"
+    suffixes: ClassVar[tuple[str, ...]] = Closed._fields[1:]
 
-def close(weight: Tensor, *, room: float | None = None, larger: bool = False) -> Closed:
-    """Return the pieces of a weight, on its device.
-
-    Args:
-        weight: bfloat16 of any shape. On the meta device and among fake tensors it has no numbers: then its pieces are
-            such tensors too, with as many escapes as :data:`SHARE` says.
-        room: share of numbers for whose escapes there is room, so that the layout does not depend on the numbers; None:
-            as much as they need.
-        larger: close it also if its pieces take as many bytes as it or more, as those of random bits do, and those of
-            a few numbers.
-
-    Raises:
-        ValueError: it is not of bfloat16, has more escapes than ``room``, or its pieces would not be smaller.
-    """
-    weight = weight.detach()
-    if weight.dtype is not torch.bfloat16:
-        raise ValueError(f"the lossless form is for bfloat16: convert a weight of {weight.dtype} or leave it as it is")
-    if weight.is_meta or type(weight) is not Tensor:
-        closed = plain.allocate(weight, weight.numel(), math.ceil(weight.numel() * (SHARE if room is None else room)))
-    else:
-        bits = weight.reshape(-1).view(torch.int16)
+    @override
+    def close(self, weight: Tensor) -> Pieces:
+        bits = weight.detach().reshape(-1).view(torch.int16)
         compiled = host.library() if bits.is_cpu else None
         closed = plain.close(bits) if compiled is None else compiled.close(bits.contiguous())
-        if room is not None:
-            escapes = math.ceil(weight.numel() * room)
-            if len(closed.escapes) > max(1, escapes):
-                raise ValueError(
-                    f"a weight of shape {tuple(weight.shape)} has {len(closed.escapes):,} escapes in the lossless form "
-                    f"and room for {escapes:,}: leave it as it is"
-                )
-            closed = _filled(closed, escapes)
-    before, after = 2 * weight.numel(), sum(piece.nbytes for piece in closed)
-    if after >= before and not larger:
-        raise ValueError(
-            f"a weight of shape {tuple(weight.shape)} would take {after:,} bytes in the lossless form and takes "
-            f"{before:,} as it is: leave it so"
-        )
-    return closed
+        return _filled(closed, math.ceil(len(bits) * SHARE))
 
+    @override
+    def open(self, pieces: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        out = pieces[0].new_empty(tuple(shape), dtype=dtype)
+        opened = out if dtype is torch.bfloat16 else pieces[0].new_empty(tuple(shape), dtype=torch.bfloat16)
+        torch.ops.lt_offload.open_lossless_(opened, *pieces)
+        return out if opened is out else out.copy_(opened)
 
-def open_(
-    pieces: tuple[Tensor, ...], shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
-) -> Tensor:
-    """Return the weight that :func:`close` or :func:`stack` made ``pieces`` of.
+    @override
+    def stack(self, matrices: Sequence[Pieces]) -> Pieces:
+        closed = [Closed(*pieces) for pieces in matrices]
+        longest = max(len(each.escapes) for each in closed)
+        return super().stack([_filled(each, longest) for each in closed])
 
-    Args:
-        pieces: five tensors, all on one device.
-        shape: of the weight; of a stack its first number is how many weights there are.
-        dtype: of the weight that is returned; numbers are converted if it is not bfloat16.
-        out: contiguous memory of ``shape`` that the weight is written to; new memory if None.
+    @override
+    def layout(self, shape: Sequence[int]) -> Layout:
+        numbers = math.prod(shape)
+        return plain.layout(numbers, math.ceil(numbers * SHARE))
 
-    Raises:
-        ValueError: ``pieces`` or ``out`` are not for such a weight.
-    """
-    closed, shape = Closed(*pieces), tuple(shape)
-    stacked = closed.starts.dim() == 2
-    numbers = math.prod(shape[stacked:])
-    sizes = closed.mantissas.shape, closed.starts.shape[-1]
-    if sizes != ((*shape[:stacked], numbers), plain.blocks_of(numbers)):
-        raise ValueError(
-            f"pieces of {' x '.join(map(str, sizes[0]))} numbers are not those of a weight of shape {shape}"
-        )
-    if out is None:
-        out = closed.mantissas.new_empty(shape, dtype=dtype)
-    elif out.shape != shape or out.dtype is not dtype or not out.is_contiguous():
-        strided = "" if out.is_contiguous() else " and not contiguous"
-        raise ValueError(
-            f"out= is {out.dtype} of shape {tuple(out.shape)}{strided}: it has to be contiguous {dtype} of {shape}"
-        )
-    if dtype is not torch.bfloat16:
-        return out.copy_(open_(closed, shape))
-    for part, each in zip(out, zip(*closed, strict=True), strict=True) if stacked else [(out, closed)]:
-        torch.ops.lt_offload.open_lossless_(part, *each)
-    return out
-
-
-def stack(weights: Sequence[tuple[Tensor, ...]]) -> Closed:
-    """Return closed weights of one shape as one: each piece has a dimension more, the first.
-
-    Escapes are filled up to the longest. ``Closed(*(piece[i] for piece in pieces))`` is weight ``i`` again, and slices
-    are stacks.
-    """
-    closed = [Closed(*pieces) for pieces in weights]
-    longest = max(len(each.escapes) for each in closed)
-    return Closed(*(torch.stack(pieces) for pieces in zip(*(_filled(each, longest) for each in closed), strict=True)))
+    @override
+    def refuses(self, shape: Sequence[int], dtype: torch.dtype) -> str:
+        if dtype != torch.bfloat16:
+            return f"numbers of {str(dtype).removeprefix('torch.')}, and not of bfloat16"
+        return "too few numbers" if self.bytes(shape, dtype) >= dtype.itemsize * math.prod(shape) else ""
 
 
 def _filled(closed: Closed, escapes: int) -> Closed:
-    return closed._replace(escapes=functional.pad(closed.escapes, (0, max(1, escapes) - len(closed.escapes))))
+    """Return the same with so many escapes at least: a weight may have more than others."""
+    return closed._replace(escapes=functional.pad(closed.escapes, (0, max(0, escapes - len(closed.escapes)))))
 
 
 # An operation of torch's, so that whoever watches what runs sees one, whatever carries it out.

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lt_offload.model.forms.base import Layout
+
 BLOCK = 1024
 """Numbers."""
 PLANES = 3
 """Bits of a code."""
 ESCAPE = 7
 """The code of all exponents but the seven commonest."""
-Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Shape and dtype of each piece."""
 _STEP = 1 << 10
 """Blocks that are closed or opened at a time, so that what is computed between takes some tens of megabytes at most."""
 _INT32 = (1 << 31) - 1

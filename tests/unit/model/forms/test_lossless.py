@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lt_offload import compiling
-from lt_offload.model.forms import lossless
-from lt_offload.model.forms.lossless import Closed, host, plain
+from lt_offload.model.forms.base import Layout, Pieces
+from lt_offload.model.forms.lossless import Closed, Lossless, host, plain
 from lt_offload.optim import native
 
+FORM = Lossless()
 SHAPES = [(1,), (63,), (1023,), (1024,), (1025,), (3, 5, 7), (300, 77), (17, 1024), (2, 3, 1000), (1 << 20, 3)]
 LEVELS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl", "native": ""}
 CODED = torch.arange(110, 117)
 """Exponents of a tensor that has no others often."""
 IN_THE_INTERPRETER = """
 import torch
-from lt_offload.model.forms import lossless
 from lt_offload.model.forms.lossless import cuda, plain
 
 assert cuda.agrees(torch.device("cpu"))
@@ -70,8 +70,16 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype is other.dtype and one.shape == other.shape and torch.equal(bits_of(one), bits_of(other))
 
 
-def layout_of(closed: Closed) -> plain.Layout:
-    return tuple((tuple(piece.shape), piece.dtype) for piece in closed)
+def layout_of(pieces: Pieces) -> Layout:
+    return tuple((tuple(piece.shape), piece.dtype) for piece in pieces)
+
+
+def opened(pieces: Pieces, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return FORM.open(pieces, shape, dtype)
+
+
+def open_into(pieces: Pieces, out: Tensor) -> None:
+    torch.ops.lt_offload.open_lossless_(out, *pieces)
 
 
 def weights(shape: tuple[int, ...], scale: float = 0.02) -> Tensor:
@@ -113,9 +121,9 @@ def check(weight: Tensor, compiled: host.Library) -> Closed:
     closed, other = plain.close(bits), compiled.close(bits)
     assert all(map(torch.equal, closed, other))
     for open_ in (plain.open_, compiled.open_):
-        opened = torch.full_like(bits, 12345)
-        open_(closed, opened)
-        assert torch.equal(opened, bits)
+        out = torch.full_like(bits, 12345)
+        open_(closed, out)
+        assert torch.equal(out, bits)
     return closed
 
 
@@ -126,16 +134,16 @@ def test_all_patterns_of_sixteen_bits_come_back(compiled: host.Library) -> None:
     for scale in (1, 5):  # with commonest exponents, too
         weight = torch.cat([every_pattern(), weights(((scale - 1) << 16,)), every_pattern()])
         check(weight, compiled)
-        assert same(lossless.open_(lossless.close(weight, larger=True), weight.shape), weight)
+        assert same(opened(FORM.close(weight), weight.shape), weight)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape: tuple[int, ...], compiled: host.Library) -> None:
     weight = weights(shape)
     check(weight, compiled)
-    closed = lossless.close(nn.Parameter(weight), larger=True)
-    assert same(lossless.open_(closed, shape, torch.bfloat16), weight)
-    assert layout_of(closed) == plain.layout(weight.numel(), len(closed.escapes))
+    pieces = FORM.close(nn.Parameter(weight))
+    assert same(opened(pieces, shape), weight)
+    assert layout_of(pieces) == plain.layout(weight.numel(), len(Closed(*pieces).escapes))
 
 
 @pytest.mark.parametrize("name", ["none", "some", "whole blocks", "first and last", "one exponent", "zeros"])
@@ -196,7 +204,7 @@ def test_threads(compiled: host.Library) -> None:
 def test_nothing_beyond_the_memory_that_is_named_is_read_or_written(compiled: host.Library) -> None:
     """Pieces at the ends of their memory: whatever follows has no part in it, and stays."""
     weight = weights((5, 211))
-    closed = lossless.close(weight)
+    closed = Closed(*FORM.close(weight))
     for filling in (0, 255):
         padded = [torch.full((piece.nbytes + 256,), filling, dtype=torch.uint8) for piece in closed]
         inside = Closed(
@@ -206,7 +214,7 @@ def test_nothing_beyond_the_memory_that_is_named_is_read_or_written(compiled: ho
             to.copy_(piece)
         memory = torch.full((weight.numel() + 128,), 7.0, dtype=torch.bfloat16)
         out = memory[64 : 64 + weight.numel()].view(weight.shape)
-        assert lossless.open_(inside, weight.shape, torch.bfloat16, out) is out
+        open_into(inside, out)
         assert same(out, weight)
         assert memory[:64].eq(7).all()
         assert memory[64 + weight.numel() :].eq(7).all()
@@ -218,7 +226,7 @@ def test_nothing_beyond_the_memory_that_is_named_is_read_or_written(compiled: ho
 def test_a_number_is_read_as_the_pieces_say() -> None:
     """A reader in plain Python."""
     weight = escaping()["some"][:3001]
-    mantissas, codes, starts, escapes, exponents = (piece.tolist() for piece in lossless.close(weight))
+    mantissas, codes, starts, escapes, exponents = (piece.tolist() for piece in FORM.close(weight))
     for block in range(3):
         place_of_escape = starts[block]
         for place, bits in enumerate(bits_of(weight)[block * 1024 : (block + 1) * 1024].tolist()):
@@ -227,21 +235,21 @@ def test_a_number_is_read_as_the_pieces_say() -> None:
             place_of_escape += code == 7
             mantissa = mantissas[block * 1024 + place]
             assert bits & 0xFFFF == (mantissa & 0x80) << 8 | exponent << 7 | mantissa & 0x7F
-    assert place_of_escape == len(escapes)
+    assert place_of_escape == len(plain.close(bits_of(weight)).escapes)
 
 
 @pytest.mark.parametrize("way", ["plain", "compiled"])
 def test_a_block_is_opened_alone(way: str, compiled: host.Library) -> None:
     weight = escaping()["some"][:7001]
-    closed, bits = lossless.close(weight), bits_of(weight)
+    closed, bits = Closed(*FORM.close(weight)), bits_of(weight)
     for block in range(7):
         numbers = slice(block * 1024, (block + 1) * 1024)
         alone = Closed(
             closed.mantissas[numbers], closed.codes[block : block + 1], closed.starts[block : block + 1], *closed[3:]
         )
-        opened = torch.empty_like(bits[numbers])
-        (plain.open_ if way == "plain" else compiled.open_)(alone, opened)
-        assert torch.equal(opened, bits[numbers])
+        out = torch.empty_like(bits[numbers])
+        (plain.open_ if way == "plain" else compiled.open_)(alone, out)
+        assert torch.equal(out, bits[numbers])
 
 
 @pytest.mark.parametrize("shape", [(4096, 1024), (576, 1536), (128, 2048), (50_000, 64)], ids=str)
@@ -251,9 +259,9 @@ def test_weights_take_at_most_72_percent(shape: tuple[int, int], kind: str) -> N
         weight = nn.Linear(shape[1], shape[0], dtype=torch.bfloat16).weight.detach()
     else:
         weight = weights(shape) if kind == "normal" else 1 + weights(shape)
-    closed = lossless.close(weight)
-    assert sum(piece.nbytes for piece in closed) <= 0.72 * weight.nbytes
-    assert same(lossless.open_(closed, shape), weight)
+    pieces = FORM.close(weight)
+    assert sum(piece.nbytes for piece in pieces) <= 0.72 * weight.nbytes
+    assert same(opened(pieces, shape), weight)
 
 
 # -- stacks -----------------------------------------------------------------------------------------------------------
@@ -261,17 +269,12 @@ def test_weights_take_at_most_72_percent(shape: tuple[int, int], kind: str) -> N
 
 def test_weights_of_experts_are_stacked() -> None:
     experts = [weights((48, 100), 0.02 * (1 + i)) for i in range(4)]
-    experts[2].view(-1)[:500] *= 1e-8
-    closed = [lossless.close(expert) for expert in experts]
-    assert len({len(each.escapes) for each in closed}) > 1
-    stacked = lossless.stack(closed)
+    experts[2].view(-1)[:500] = every_pattern()[:500]
+    closed = [FORM.close(expert) for expert in experts]
+    assert len({len(Closed(*pieces).escapes) for pieces in closed}) > 1
+    stacked = FORM.stack(closed)
     for i, expert in enumerate(experts):
-        assert same(lossless.open_(tuple(piece[i] for piece in stacked), (48, 100)), expert)
-    out = torch.empty(4, 48, 100, dtype=torch.bfloat16)
-    assert same(lossless.open_(stacked, (4, 48, 100), torch.bfloat16, out), torch.stack(experts))
-    some = tuple(piece[1:3] for piece in stacked)
-    assert same(lossless.open_(some, (2, 48, 100)), torch.stack(experts[1:3]))
-    assert lossless.open_(tuple(piece[:0] for piece in stacked), (0, 48, 100)).shape == (0, 48, 100)
+        assert same(opened(tuple(piece[i] for piece in stacked), (48, 100)), expert)
 
 
 # -- without numbers --------------------------------------------------------------------------------------------------
@@ -281,91 +284,63 @@ def test_weights_of_experts_are_stacked() -> None:
 def test_shapes_are_known_without_numbers(where: str) -> None:
     with FakeTensorMode() if where == "fake" else torch.device("meta"):
         weight = torch.empty(100, 3000, dtype=torch.bfloat16)
-        closed = lossless.close(weight)
-        assert layout_of(closed) == lossless.layout((100, 3000))
-        assert 0.70 < sum(piece.nbytes for piece in closed) / weight.nbytes < 0.71
-        assert layout_of(lossless.close(weight, room=0.06)) == lossless.layout((100, 3000), 0.06)
-        opened = lossless.open_(closed, (100, 3000), torch.bfloat16, torch.empty_like(weight))
+        pieces = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in FORM.layout((100, 3000)))
+        assert 0.70 < sum(piece.nbytes for piece in pieces) / weight.nbytes < 0.71
+        out = opened(pieces, (100, 3000))
         directly = torch.empty(300_000, dtype=torch.int16)
-        plain.open_(closed, directly)
-        stacked = lossless.open_(lossless.stack([closed, closed]), (2, 100, 3000))
-    assert (opened.shape, opened.dtype) == ((100, 3000), torch.bfloat16)
-    assert stacked.shape == (2, 100, 3000)
-    assert {type(piece) for piece in closed} == {type(weight), type(opened)} == {type(stacked)}
-    numbers = lossless.close(weights((100, 3000)))
-    assert [piece.shape for piece in closed[:3]] == [piece.shape for piece in numbers[:3]]
+        plain.open_(Closed(*pieces), directly)
+    assert (out.shape, out.dtype) == ((100, 3000), torch.bfloat16)
+    assert {type(piece) for piece in pieces} == {type(weight), type(out)}
+    assert layout_of(FORM.close(weights((100, 3000)))) == FORM.layout((100, 3000))
 
 
 # -- around -----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_would_not_shrink_are_refused() -> None:
+def test_numbers_that_do_not_shrink_come_back() -> None:
     for weight in (every_pattern(), torch.ones(16, dtype=torch.bfloat16), torch.empty(0, 3, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match="would take .* leave it so"):
-            lossless.close(weight)
-        assert same(lossless.open_(lossless.close(weight, larger=True), weight.shape), weight)
+        assert same(opened(FORM.close(weight), weight.shape), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes_are_opened_and_not_closed(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match="is for bfloat16"):
-        lossless.close(torch.ones(4096, dtype=dtype))
+    assert FORM.refuses((64, 64), dtype)
     weight = weights((48, 100))
-    closed, out = lossless.close(weight), torch.empty(48, 100, dtype=dtype)
-    assert lossless.open_(closed, (48, 100), dtype, out) is out
-    assert torch.equal(out, weight.to(dtype))
-    assert torch.equal(lossless.open_(lossless.stack([closed]), (1, 48, 100), dtype)[0], out)
+    assert torch.equal(opened(FORM.close(weight), (48, 100), dtype), weight.to(dtype))
 
 
 def test_room_for_escapes_makes_the_layout_that_of_the_shape() -> None:
-    weight = weights((96, 500))
-    closed = lossless.close(weight, room=0.06)
-    assert layout_of(closed) == lossless.layout(weight.shape, 0.06)
-    assert sum(piece.nbytes for piece in closed) <= 0.73 * weight.nbytes
-    assert same(lossless.open_(closed, weight.shape), weight)
-    with pytest.raises(
-        ValueError, match=r"has [\d,]+ escapes in the lossless form and room for 480: leave it as it is"
-    ):
-        lossless.close(weight, room=0.01)
-    assert lossless.close(torch.zeros(64, 64, dtype=torch.bfloat16), room=0).escapes.tolist() == [0]
-
-
-def test_other_shapes_and_memory_are_refused() -> None:
-    closed = lossless.close(weights((64, 64)))
-    with pytest.raises(ValueError, match=r"pieces of 4096 numbers are not those of a weight of shape \(64, 65\)"):
-        lossless.open_(closed, (64, 65))
-    with pytest.raises(ValueError, match="pieces of 2 x 4096 numbers"):
-        lossless.open_(lossless.stack([closed, closed]), (3, 64, 64))
-    for out in (torch.empty(64, 64), torch.empty(4096, dtype=torch.bfloat16), weights((64, 64)).t()):
-        with pytest.raises(ValueError, match="out= is torch"):
-            lossless.open_(closed, (64, 64), torch.bfloat16, out)
+    for weight in (weights((96, 500)), torch.zeros(96, 500, dtype=torch.bfloat16)):
+        assert layout_of(FORM.close(weight)) == FORM.layout(weight.shape)
+    patterns = every_pattern()[:48_000].view(96, 500)
+    assert len(Closed(*FORM.close(patterns)).escapes) > FORM.layout((96, 500))[3][0][0]
 
 
 def test_weights_that_are_not_contiguous_are_closed_in_their_order() -> None:
     for weight in (weights((96, 64)).t(), weights((4096, 3))[:, 1], weights((64, 2, 64))[:, 0]):
-        assert same(lossless.open_(lossless.close(weight), weight.shape), weight)
+        assert same(opened(FORM.close(weight), weight.shape), weight)
 
 
 def test_memory_that_a_graph_has_saved_is_not_opened_to_unnoticed() -> None:
-    closed = lossless.close(weights((64, 64)))
-    out = lossless.open_(closed, (64, 64))
+    pieces = FORM.close(weights((64, 64)))
+    out = opened(pieces, (64, 64))
     inputs = torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True)
     product = (inputs @ out).sum()
-    lossless.open_(closed, (64, 64), torch.bfloat16, out)
+    open_into(pieces, out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
     with torch.inference_mode():
-        assert same(lossless.open_(closed, (64, 64)), out)
+        assert same(opened(pieces, (64, 64)), out)
 
 
 @pytest.mark.slow
 def test_code_that_opens_can_be_compiled() -> None:
     weight = weights((64, 64))
-    closed = lossless.close(weight)
+    pieces = FORM.close(weight)
 
     def product(inputs: Tensor, out: Tensor) -> Tensor:
-        stacked = lossless.stack([closed, closed])
-        return inputs @ lossless.open_(closed, (64, 64), torch.bfloat16, out) + lossless.open_(stacked, (2, 64, 64))[1]
+        open_into(pieces, out)
+        return inputs @ out + opened(pieces, (64, 64))
 
     inputs, out = weights((64, 64), 1), torch.zeros_like(weight)
     compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
@@ -383,7 +358,7 @@ def test_without_a_compiler_torch_opens(
     weight = weights((100, 100))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert same(lossless.open_(lossless.close(weight), weight.shape), weight)
+            assert same(opened(FORM.close(weight), weight.shape), weight)
     [record] = caplog.records
     assert record.message.endswith("no compiled code, as there is no C++ compiler here")
 
