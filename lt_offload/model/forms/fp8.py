@@ -33,7 +33,7 @@ class FP8(StorageForm):
         scale = torch.where(scale > 0, scale, 1.0)
         numbers = (squares / scale[:, None, :, None]).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
         kept = numbers.view(torch.uint8).view(padded.shape)[:rows, :columns]
-        # Not .contiguous(): a part of the rows would keep the memory of all, and load_model() of safetensors refuses it.
+        # Not .contiguous(): some rows would keep the memory of all, and safetensors refuses to load such tensors.
         return kept.clone(memory_format=torch.contiguous_format), as_bytes(scale)
 
     @override
