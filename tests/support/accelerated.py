@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import lt_offload
 from scripts.attack.compared import Ended
+from tests.parity.models import quantized
 from tests.support import models
 
 ROWS = 7
@@ -165,23 +166,32 @@ def by_hand(script: Script) -> Ended:
     return ended
 
 
-def resumed(script: Script, **options: Any) -> Ended:
+def with_dropout(script: Script) -> nn.Module:
+    model: nn.Module = script.model(dropout=0.1)
+    return model
+
+
+def resumed(
+    script: Script, *, model: Callable[[Script], nn.Module] = with_dropout, shuffle: bool = True, **options: Any
+) -> Ended:
     """Saved in the middle of an epoch, and gone on with by another accelerator."""
 
     def run(epochs: int, *, goes_on: bool) -> Ended:
         accelerator = script.start(gradient_accumulation_steps=2, **options)
-        made = script.model(dropout=0.1)
+        made = model(script)
         optimizer: Any = adamw(made)
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        model, optimizer, loader, schedule = accelerator.prepare(made, optimizer, script.loader(), schedule)
+        net, optimizer, loader, schedule = accelerator.prepare(
+            made, optimizer, script.loader(shuffle=shuffle), schedule
+        )
         if goes_on:
             accelerator.load_state(str(script.folder))
         for _epoch in range(epochs):
-            model.train()
+            net.train()
             batches = accelerator.skip_first_batches(loader, 2) if goes_on else loader
             for index, batch in enumerate(batches):
-                with accelerator.accumulate(model):
-                    loss = model(**batch).loss
+                with accelerator.accumulate(net):
+                    loss = net(**batch).loss
                     accelerator.backward(loss)
                     optimizer.step()
                     schedule.step()
@@ -189,7 +199,7 @@ def resumed(script: Script, **options: Any) -> Ended:
                 script.notes(loss, scale_of(accelerator))
                 if index == 1 and not goes_on:
                     accelerator.save_state(str(script.folder))
-        ended = script.ended(model, optimizer)
+        ended = script.ended(net, optimizer)
         accelerator.free_memory()
         return ended
 
@@ -201,6 +211,10 @@ def resumed(script: Script, **options: Any) -> Ended:
 def with_lora(script: Script) -> nn.Module:
     model: nn.Module = script.model(lora=True, dropout=0.1, dtype=torch.bfloat16)
     return model
+
+
+def with_stored_weights(script: Script) -> nn.Module:
+    return quantized.adapted(form="fp8", lora_dropout=0.1, **script.sizes)
 
 
 def diffusion(script: Script) -> Ended:
@@ -296,6 +310,7 @@ CASES: dict[str, Callable[[Script], Ended]] = {
     "LoRA": partial(of_examples, accumulate=2, clip=0.1, shuffle=False, model=with_lora),
     "by hand": by_hand,
     "resumed": resumed,
+    "stored weights, resumed": partial(resumed, model=with_stored_weights, shuffle=False),
     "diffusion": diffusion,
     "two lists": two_lists,
 }

@@ -32,7 +32,9 @@ class FP8(StorageForm):
         scale = squares.abs().amax((1, 3)) / _LARGEST
         scale = torch.where(scale > 0, scale, 1.0)
         numbers = (squares / scale[:, None, :, None]).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
-        return numbers.view(torch.uint8).view(padded.shape)[:rows, :columns].contiguous(), as_bytes(scale)
+        kept = numbers.view(torch.uint8).view(padded.shape)[:rows, :columns]
+        # Not .contiguous(): some rows would keep the memory of all, and safetensors refuses to load such tensors.
+        return kept.clone(memory_format=torch.contiguous_format), as_bytes(scale)
 
     @override
     def open(self, pieces: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
