@@ -137,6 +137,9 @@ FAST_PATHS: tuple[Any, Any] = (
 )
 """Operations of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` in eval mode that call others, which
 autocast has to see. Within a dispatch mode it does not, as for an operation that was seen already."""
+ASKING: tuple[Any, ...] = (_aten.prod.default, _aten.prod.dim_int, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor)
+"""Operations whose gradient torch computes in another way, with other last bits, within any dispatch mode."""
+ASKING_NODES = ("ProdBackward", "MaskedFillBackward")
 before_dispatch: Any = _C._RestorePythonTLSSnapshot
 """Context, in a dispatch mode, with the settings that were there when the operation was called."""
 exclude_key: Any = _C._SetExcludeDispatchKeyGuard

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.compat.torch import functorch_level
-from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import EngineStats, Recorder
 from lt_offload.execute.iteration import HALFWAY, Iteration
@@ -470,7 +469,9 @@ class Engine(LoopCalls):
         with self._guard.suspended:
             if torch.is_grad_enabled():
                 if self._passes is None:
-                    raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
+                    raise limits.BACKWARD_OUTSIDE.error(
+                        f"block {self.structure.blocks[index].name} was called with gradients outside the training step"
+                    )
                 return self._passes.forward(index, forward, args, kwargs)
             self._iteration.check_validation()
             if self.streaming.begins(index):

@@ -16,7 +16,7 @@ import torch
 
 from lt_offload.compat.torch import address_of, rows_of_sparse, schema_of
 from lt_offload.errors import OverBudget
-from lt_offload.machine.dispatch import OperationMode, called_unseen, calls_others, show_buffers
+from lt_offload.machine.dispatch import OperationMode, called_with_care, needs_care, show_buffers
 from lt_offload.units import format_bytes
 
 Workspace = Callable[[tuple[Any, ...], dict[str, Any]], int]
@@ -44,9 +44,9 @@ def workspace(func: Any) -> Workspace | None:
     return _WORKSPACES.get(schema_of(func).name)
 
 
-_MAKES: dict[int, tuple[bool, Any, Workspace | None, bool]] = {}
+_MAKES: dict[int, tuple[bool, Any, Workspace | None]] = {}
 """By the identity of an operation: whether its results may have storages of their own, the operation (held, so that it
-lives), its workspace, and whether it calls others. An operation's own hash would run Python code at every look-up."""
+lives) and its workspace. An operation's own hash would run Python code at every look-up."""
 
 
 class _Charge(weakref.ref[torch.UntypedStorage]):
@@ -156,8 +156,8 @@ class Account(OperationMode):
         known = _MAKES.get(id(func))
         if known is None:
             makes = any(result.alias_info is None for result in schema_of(func).returns)
-            known = _MAKES[id(func)] = makes, func, workspace(func), calls_others(func)
-        run = func if not known[3] else partial(called_unseen, func)
+            known = _MAKES[id(func)] = makes, func, workspace(func)
+        run = partial(called_with_care, func) if needs_care(func) else func
         out = run(*args, **kwargs) if kwargs else run(*args)
         if known[0]:
             # Nearly every result: it is spared the generator, on the path of every operation.

@@ -13,8 +13,9 @@ runs it without being in place.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
@@ -24,6 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lt_offload.compat.torch import (
+    ASKING,
+    ASKING_NODES,
     AUTOCAST_ON_CPU,
     FAST_PATHS,
     TorchDispatchMode,
@@ -67,22 +70,50 @@ def _argument(func: Any, position: int, positional: int, kwargs: dict[str, Any])
     return next(argument for argument in arguments if argument.name == name)
 
 
-def calls_others(func: Any) -> bool:
-    """Return whether operation ``func`` calls others that autocast has to see: :func:`called_unseen` runs it."""
-    return func is FAST_PATHS[0] or func is FAST_PATHS[1]
+_PARTICULAR = frozenset(map(id, (*FAST_PATHS, *ASKING)))
+"""Their identities: an operation's own hash would run Python code at every look-up."""
 
 
-def called_unseen(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run, in a dispatch mode, an operation that calls others as without the mode: under autocast, if that is on.
+class _Made(threading.local):
+    result: Any = None
+    """The last operation's, if a node that asks for modes comes of it, once the modes are left."""
 
-    On CUDA modules leave such operations out where autocast is on.
+
+_made = _Made()
+
+
+def needs_care(func: Any) -> bool:
+    """Return whether :func:`called_with_care` has to run the operation ``func`` in a dispatch mode."""
+    return id(func) in _PARTICULAR or _made.result is not None
+
+
+def called_with_care(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run, in a dispatch mode, an operation that gives other numbers where there is one, as without the mode.
+
+    Some call others that autocast has to see; on CUDA modules leave those out where autocast is on. Of others the
+    gradient is computed in another way: modes are taken away while their nodes run.
     """
+    if _made.result is not None:
+        node, _made.result = _made.result.grad_fn, None
+        if node is not None and node.name().startswith(ASKING_NODES):
+            _run_without_modes(node)
+    if func in ASKING:
+        _made.result = func(*args, **kwargs)
+        return _made.result
+    if func not in FAST_PATHS:
+        return func(*args, **kwargs)
     with before_dispatch():
         autocast = torch.is_autocast_enabled("cpu")
     if not autocast:
         return func(*args, **kwargs)
     with exclude_key(AUTOCAST_ON_CPU, False):
         return func(*args, **kwargs)
+
+
+def _run_without_modes(node: Any) -> None:
+    aside = ExitStack()
+    node.register_prehook(lambda _: aside.enter_context(DISPATCH_MODES.cut(0)))
+    node.register_hook(lambda *_: aside.close())
 
 
 _repeats: ContextVar[int] = ContextVar("repeats", default=1)

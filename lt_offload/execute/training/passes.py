@@ -361,9 +361,10 @@ class Passes:
 
     def update(self, *, keep: bool) -> bool:
         """End the pass that updates; return whether there was one. ``keep``: what waiting updates use can be shown."""
-        if self._window.delayed or not self._iteration.ran_backward:
+        if self._iteration.ran_backward:
+            self._iteration.check_step()  # a step of ours, too, must leave no forward waiting
+        if self._window.which != "updating" or not self._iteration.ran_backward:
             return self._settle(keep=keep)
-        self._iteration.check_step()  # a step of ours, too, must leave no forward waiting
         self._complete()
         self.complete_rest()
         if self.common is not None:

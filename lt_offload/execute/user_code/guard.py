@@ -44,8 +44,8 @@ from lt_offload.machine.dispatch import (
     DISPATCH_MODES,
     OperationMode,
     WatchingMode,
-    called_unseen,
-    calls_others,
+    called_with_care,
+    needs_care,
     writes,
 )
 from lt_offload.machine.zero_copy import zero_copy_view
@@ -357,7 +357,7 @@ class _Operations(OperationMode):
                 if owned is not None:
                     touched[owned] = touched.get(owned, False) or writes(func, position, len(args), kwargs)
         if not touched:
-            return called_unseen(func, *args, **kwargs) if calls_others(func) else func(*args, **kwargs)
+            return called_with_care(func, *args, **kwargs) if needs_care(func) else func(*args, **kwargs)
         if gpu is not None and func not in _COPIES:
             if any(touched.values()) or not _is_plain_read(gpu, (*args, *kwargs.values())):
                 raise limits.OUTSIDE_USE.error(f"{next(iter(touched)).label} is used outside its block, by {func}")
@@ -366,7 +366,7 @@ class _Operations(OperationMode):
         guard.read(owned for owned, written in touched.items() if not written)
         if any(touched.values()):
             guard.write(owned for owned, written in touched.items() if written)
-        out = called_unseen(func, *args, **kwargs) if calls_others(func) else func(*args, **kwargs)
+        out = called_with_care(func, *args, **kwargs) if needs_care(func) else func(*args, **kwargs)
         # An operation in place returns the tensor that it was given, which is no new one in this memory.
         if isinstance(out, Tensor) and (owned := guard.find(out)) is not None and not touched.get(owned):
             guard.made(owned, out)

@@ -30,7 +30,7 @@ from lt_offload.compat.torch import (
     tree_unflatten,
 )
 from lt_offload.errors import OffloadError
-from lt_offload.machine.dispatch import OperationLog, OperationMode, called_unseen, calls_others, writes
+from lt_offload.machine.dispatch import OperationLog, OperationMode, called_with_care, needs_care, writes
 from lt_offload.model.blocks import Block, CalledOtherwise, Structure
 from lt_offload.model.calls import (
     Call,
@@ -526,7 +526,7 @@ class WrittenWeights(OperationMode):
             for position, argument in enumerate((*args, *kwargs.values())):
                 if writes(func, position, len(args), kwargs):
                     self._check(func, argument if isinstance(argument, (list, tuple)) else [argument])
-        return called_unseen(func, *args, **kwargs) if calls_others(func) else func(*args, **kwargs)
+        return called_with_care(func, *args, **kwargs) if needs_care(func) else func(*args, **kwargs)
 
     def _check(self, func: Any, written: Sequence[Any]) -> None:
         memory = {address_of(tensor.untyped_storage()) for tensor in written if type(tensor) in (Tensor, nn.Parameter)}
