@@ -68,7 +68,7 @@ from lt_offload.plan.planners.offmate.activations import pool_copies
 from lt_offload.plan.planners.offmate.between import Between
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.group import GroupBuilder, GroupTerms
-from lt_offload.plan.planners.offmate.peaks import backward_peak
+from lt_offload.plan.planners.offmate.peaks import backward_peak, least_backward
 from lt_offload.plan.planners.offmate.pooled import PooledWork, Rerun, pool_reruns, pool_work
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.plan.planners.request import allowed_options, held_bytes
@@ -145,6 +145,7 @@ class LinearProgram:
             self._count_parameters(builder.terms)
             self._count_gradients(builder.terms)
             self._count_transfers(builder.terms)
+            self._leave_to_host(builder.terms)
         self._pool_work()
         self.device_budget = self._limit_device()
         self.host_budget = self._limit_host()
@@ -365,6 +366,19 @@ class LinearProgram:
             add(self.other[update], [(size, 1.0)])
             for step in backwards[1:-1] if not self.config.optimistic else ():
                 add(self.other[step], [(size * peak, 1.0)])
+
+    def _leave_to_host(self, v: GroupTerms) -> None:
+        """Have the host update what the device never has the room to update.
+
+        A part of a tensor may find room there; but a plan updates a tensor in one place, with all its states beside it.
+        """
+        if self.config.budget_bytes is None or isinstance(v.host_share, float):
+            return
+        block, room = v.group.blocks[0], room_within(self.config.budget_bytes, self.profile)
+        room -= least_backward(self.profile, block, self.options[block], host_update=self.config.host_update)
+        trained = [tensor for index in v.group.tensors if (tensor := self.profile.tensors[index]).trainable]
+        too_large = sum(tensor.bytes for tensor in trained if tensor.bytes + tensor.state_bytes > room)
+        v.host_share.lowBound = too_large / v.group.trainable_bytes
 
     def _count_transfers(self, v: GroupTerms) -> None:
         copied = self._copied_bytes(v.group)

@@ -55,6 +55,16 @@ def backward_peak(profile: Profile, block: int, options: Sequence[OptionProfile]
     return BackwardPeak(low, slope)
 
 
+def least_backward(profile: Profile, block: int, options: Sequence[OptionProfile], *, host_update: bool) -> int:
+    """Return the bytes that the framework takes in the backward of ``block`` at least, whichever option it has."""
+    step, own = timeline(profile).backward(block), profile.blocks[block]
+    low = backward_peak(profile, block, options, host_update=host_update).low
+    least = min(option.saved_bytes + peak for option, peak in zip(options, low, strict=True))
+    tensors = [tensor for tensor in profile.tensors if tensor.trainable and block in tensor.blocks]
+    waiting = sum(tensor.bytes for tensor in tensors if backward_steps(tensor.blocks, profile)[0] < step)
+    return 2 * own.input_bytes + own.output_bytes + int(least) + waiting
+
+
 def _ways(profile: Profile, block: int) -> Iterator[_GradientShares]:
     """Yield the divisions of gradients between which all others are.
 

@@ -189,9 +189,7 @@ class RelaxedPrograms(ProgramSearch):
             ConfigError: if the switches leave a block without options, or the time limit is too short.
         """
         program, self.deadline = self.program, time.monotonic() + time_limit
-        self.config = replace(
-            self.config, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, time_limit=time_limit
-        )
+        self.config = replace(self.config, host_budget_bytes=host_budget_bytes, time_limit=time_limit)
         program.limit(budget_bytes, host_budget_bytes)
         # Interior points are faster from nothing; from a basis of almost the same program the simplex method is.
         method, self._method = self._method, "again"
