@@ -160,17 +160,26 @@ def _only_mine(path: Path) -> bool:
     return seen.st_uid == os.geteuid() and not seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
+def _described(*names: str) -> list[str]:
+    """Return the lines with these ``names`` in what the system says about its processors; none if it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if line.startswith(names)]
+
+
+def processor_name() -> str:
+    """Return the name of the processor, or of its kind where the system does not tell more."""
+    names = [line.partition(":")[2].strip() for line in _described("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def _identity(compiler: list[str], source: Path, flags: Sequence[str]) -> str:
     """Return what distinguishes libraries: a home folder may serve machines with different processors."""
     version = _run([*compiler, "--version"])
     processor = [platform.machine(), platform.processor()]
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor += sorted(
-            {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
-        )
-    except OSError:
-        pass
+    processor += sorted({*_described("model name", "flags", "Features", "CPU part")})
     headers = [header.read_bytes() for header in sorted(_headers().glob("*.h"))]
     others = (" ".join((*FLAGS, *flags)), version, "\n".join(processor))
     return hashlib.sha256(b"\0".join([source.read_bytes(), *headers, *map(str.encode, others)])).hexdigest()[:16]

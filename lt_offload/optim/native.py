@@ -229,16 +229,19 @@ def left_out() -> Iterator[None]:
         _left_out.pop()
 
 
+def _kernel_of(kind: Kind | None) -> Kernel | None:
+    compiled = kernel() if kind is not None and not _left_out else None
+    return None if compiled is None or kind in compiled.unlike else compiled
+
+
 def takes(entry: Entry, options: Options) -> bool:
     """Return whether there is a kernel for an update like this one."""
-    kind = Kernel.kind(entry, options)
-    compiled = kernel() if kind is not None and not _left_out else None
-    return compiled is not None and kind not in compiled.unlike
+    return _kernel_of(Kernel.kind(entry, options)) is not None
 
 
 def update_ranges(entry: Entry, ranges: Sequence[tuple[int, int, int]], options: Options) -> bool:
     """Update parts of ``entry`` as :meth:`Kernel.update_ranges` does; return whether there is a kernel for it."""
-    compiled = kernel() if not entry.in_blocks and takes(entry, options) else None
+    compiled = None if entry.in_blocks else _kernel_of(Kernel.kind(entry, options))
     if compiled is None:
         return False
     compiled.update_ranges(entry, ranges, options)
@@ -250,13 +253,8 @@ def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
     kinds: defaultdict[Kind | None, list[Entry]] = defaultdict(list)
     for entry in entries:
         kinds[Kernel.kind(entry, options)].append(entry)
-    rest = kinds.pop(None, [])
-    compiled = kernel() if kinds and not _left_out else None
-    if compiled is None:
-        return list(entries)
-    for kind in compiled.unlike:
-        rest += kinds.pop(kind, [])
-    for alike in kinds.values():
+    rest = [entry for kind, alike in kinds.items() if _kernel_of(kind) is None for entry in alike]
+    for alike in (alike for kind, alike in kinds.items() if _kernel_of(kind) is not None):
         number = next(_numbers)
         _updates[number] = alike, options
         grads = [entry.grad for entry in alike]

@@ -27,6 +27,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lt_offload import __version__
+from lt_offload.compiling import processor_name
 from lt_offload.errors import named
 from lt_offload.finetune.processes import several
 from lt_offload.finetune.run.metrics import RunMetrics
@@ -335,17 +336,8 @@ def environment() -> dict[str, object]:
         facts |= {"cuda": torch.version.cuda, "gpu": card.name, "gpu_bytes": card.total_memory}
         facts["gpu_capability"] = f"{card.major}.{card.minor}"
     facts["system"] = f"{platform.system()} {platform.release()}"
-    facts["processor"] = _processor()
+    facts["processor"] = processor_name()
     facts["cores"] = os.cpu_count()
     facts["threads"] = torch.get_num_threads()
     facts["ram_bytes"] = total_host_bytes()
     return facts
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
