@@ -133,22 +133,15 @@ class Peers:
             # A part of what was waited already, so that short collectives, of which sums have many, are not prolonged.
             time.sleep(min(max(waited / 8, _FIRST_POLL_S), _LONGEST_POLL_S))
             if not said and self.watch.strict and waited > LONG_S:
-                said = True
-                self._say_for_whom()
+                said, late = True, self.watch.late()
+                if late is not None:
+                    what = f"process {self.rank} has waited {LONG_S:g} s for the others, at batch {self.watch.batch}"
+                    warnings.warn(f"offmate: {what}: {late}", stacklevel=2)
         self.translated(work.wait)
 
     def collective(self, begin: Callable[[], Any]) -> None:
         """Begin a collective, and wait for it; raises ``ProcessError`` if another process has failed."""
         self.wait(self.translated(begin))
-
-    def _say_for_whom(self) -> None:
-        late = self.watch.late()
-        if late is not None:
-            warnings.warn(
-                f"offmate: process {self.rank} has waited {LONG_S:g} s for the others, at batch {self.watch.batch}: "
-                f"{late}",
-                stacklevel=2,
-            )
 
     def translated(self, call: Callable[[], Any]) -> Any:
         """Return what ``call`` does, which only sends and receives: its error becomes that of who has closed."""

@@ -74,7 +74,7 @@ def initialize(device: str, *, rank: int, size: int, per_machine: int) -> None:
                 f"process {rank} did not find the other {size - 1} of this run at {_where()}: {first_line(error)}; "
                 "check that all were started and reach MASTER_ADDR and MASTER_PORT"
             ) from error
-        atexit.register(_disconnect)
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     elif (dist.get_rank(), dist.get_world_size()) != (rank, size):
         raise ConfigError(
             f"torch.distributed connects {dist.get_world_size()} processes already, and this run has {size}: use as "
@@ -95,11 +95,6 @@ def _check_backend(device: str) -> None:
             f"torch.distributed was initialised with backend={configured!r}, which does not do for devices of type "
             f"{device!r}: leave init_process_group to the Trainer, or call it with backend={needed!r}"
         )
-
-
-def _disconnect() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _store(rank: int, size: int) -> Any:
@@ -171,21 +166,18 @@ def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:
             raise RuntimeError(f"{present} of {size} came within {TIMEOUT}")
         if waited > _LONG_S and not said:
             said = True
-            _say_who_is_missing(rank, present, size)
+            warnings.warn(
+                f"offmate: process {rank} has waited {_LONG_S:g} s: {present} of the {size} processes of this run have "
+                f"come to {_where()}; start the others, with the same MASTER_ADDR and MASTER_PORT. It waits for half "
+                "an hour",
+                stacklevel=2,
+            )
         time.sleep(_POLL_S)
         present = store.add("there", 0)
     if store.check(["wrong"]):
         if rank == 0:
             time.sleep(_LINGER_S)
         raise ConfigError(store.get("wrong").decode())
-
-
-def _say_who_is_missing(rank: int, present: int, size: int) -> None:
-    warnings.warn(
-        f"offmate: process {rank} has waited {_LONG_S:g} s: {present} of the {size} processes of this run have come to "
-        f"{_where()}; start the others, with the same MASTER_ADDR and MASTER_PORT. It waits for half an hour",
-        stacklevel=3,
-    )
 
 
 def _where() -> str:

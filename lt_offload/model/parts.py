@@ -202,7 +202,9 @@ class Outputs:
 
     def __init__(self, sizes: Sequence[int], cutter: Cutter | None, *, graph: bool = False) -> None:
         self._cutter = cutter
-        self._joint = Joint(sizes, cutter, graph=graph)
+        self._joint = None if cutter is None else Joint(sizes, cutter, graph=graph)
+        self._tensors: list[Tensor] = []
+        """The tensors of the only part."""
         self._others: list[Any] = []
         """Leaves of what the first part has returned, with ``_TENSOR`` for each tensor."""
         self._spec: TreeSpec | None = None
@@ -218,17 +220,20 @@ class Outputs:
         del out
         if part == 0:
             self._others, self._spec = others, spec
-        if self._cutter is not None:
-            if spec != self._spec:
-                raise self._cutter.other_outputs()
-            for values in zip(self._others, others, strict=True):
-                check_same(self._cutter, values)
+        if self._joint is None or self._cutter is None:
+            self._tensors = [tensor.detach() for tensor in tensors]
+            return tensors
+        if spec != self._spec:
+            raise self._cutter.other_outputs()
+        for values in zip(self._others, others, strict=True):
+            check_same(self._cutter, values)
         self._joint.put(part, tensors)
         return tensors
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors for the batch, once."""
-        return self._joint.results()
+        tensors, self._tensors = self._tensors, []
+        return tensors if self._joint is None else self._joint.results()
 
     def whole(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the block returns for the batch, with these ``tensors`` in place, once."""

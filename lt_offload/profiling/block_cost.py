@@ -50,36 +50,25 @@ class BlockCost:
     """Device memory that torch's allocator has held beyond what it has allocated, at most."""
     scatter: float = 0.0
     """The scatter of its repeated measurements; see ``Profile.scatter``."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Figures:
-    option: OptionProfile
-    """All that it saves stays on the device."""
-    travelling: int
-    """Bytes that it saves and that may travel."""
-    input_travels: bool
-    output_bytes: int
-    slack: int
-    """Bytes that the allocator holds at the peak and has not given to anybody."""
-    launch_s: float = 0.0
-    scatter: float = 0.0
+    travelling: int = 0
+    """Bytes that its first option saves and that may travel: there all of them stay on the device."""
+    input_travels: bool = False
 
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     """Run ``call`` under every option that can pay and return its cost; ``once``: only options that run it once."""
     call.rehearsed = _fullest(call)
-    keep = _measure(call, "keep", meter, timed=True)
-    measured = [keep]
-    input_bytes = storage_bytes(call.inputs)
-    profiles = [keep.option]
-    if call.has_backward and keep.option.saved_bytes and not once:
+    measured = [_measure(call, "keep", meter, timed=True)]
+    cost, (keep, *_) = measured[0], measured[0].options
+    input_bytes = cost.input_bytes
+    profiles = [keep]
+    if call.has_backward and keep.saved_bytes and not once:
         # Not timed: it takes what ``keep`` takes, and its forward once more.
         measured.append(_measure(call, "recompute", meter, timed=False))
         recompute = replace(
-            measured[-1].option,
-            forward_s=keep.option.forward_s,
-            backward_s=keep.option.forward_s + keep.option.backward_s,
+            measured[-1].options[0],
+            forward_s=keep.forward_s,
+            backward_s=keep.forward_s + keep.backward_s,
             saved_bytes=0,
             keeps_input=True,
         )
@@ -90,25 +79,23 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
             profiles.append(
                 replace(recompute, name="reload", saved_bytes=staying, keeps_input=False, offload_bytes=moving)
             )
-    if call.has_backward and (keep.travelling or keep.input_travels):
+    if call.has_backward and (cost.travelling or cost.input_travels):
         # Nothing to run: it computes what ``keep`` computes, and the figures say how much of that may travel.
-        moves = keep.input_travels
-        offload = _travelling("offload", keep, input_bytes if moves else 0)
-        profiles.append(replace(offload, keeps_input=keep.option.keeps_input and not moves))
+        moves = cost.input_travels
+        offload = _travelling("offload", cost, input_bytes if moves else 0)
+        profiles.append(replace(offload, keeps_input=keep.keeps_input and not moves))
     # No operation of compiled code can be left out, and none runs without its graph.
-    if call.has_backward and keep.option.saved_bytes and not call.graphed and not once:
+    if call.has_backward and keep.saved_bytes and not call.graphed and not once:
         try:
             measured.append(_measure(call, "mixed", meter, timed=True))
             profiles.append(replace(_travelling("mixed", measured[-1], input_bytes), keeps_input=False))
         except _OtherOperations as error:  # the block trains without this option
             _log.info("%s has no option mixed: %s", type(call.module).__name__, error)
-    return BlockCost(
-        input_bytes=input_bytes,
-        output_bytes=keep.output_bytes,
-        launch_s=keep.launch_s,
+    return replace(
+        cost,
         options=tuple(option if option.name in RECORDED else _remembering(option, call) for option in profiles),
-        slack_bytes=max(figures.slack for figures in measured),
-        scatter=max(figures.scatter for figures in measured),
+        slack_bytes=max(of_option.slack_bytes for of_option in measured),
+        scatter=max(of_option.scatter for of_option in measured),
     )
 
 
@@ -139,22 +126,16 @@ def _fullest(call: Call) -> list[Tensor]:
 
 def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Meter) -> BlockCost:
     """Run ``call``, of the last block and the loss together, and return its cost under its only option."""
-    figures = _measure(call, "keep", meter, timed=True)
+    cost = _measure(call, "keep", meter, timed=True)
     # Gradients of weights that the forward has made count as those of the backward, which follows at once.
     made = sum(p.nbytes for p in call.module.parameters() if p.requires_grad) if chunk_tokens else 0
     # The loss stays until the backward has begun with a gradient of its size.
-    loss = figures.output_bytes
-    plain = replace(figures.option, name=name, chunk_tokens=chunk_tokens).more(saved=loss, backward=loss)
+    loss = cost.output_bytes
+    plain = replace(cost.options[0], name=name, chunk_tokens=chunk_tokens).more(saved=loss, backward=loss)
     option = replace(
         plain.more(saved=-made, forward=made, backward=made), backward_peak_bytes=plain.backward_peak_bytes
     )
-    return BlockCost(
-        input_bytes=storage_bytes(call.inputs),
-        output_bytes=0,
-        launch_s=figures.launch_s,
-        options=(option,),
-        slack_bytes=figures.slack,
-    )
+    return replace(cost, output_bytes=0, options=(option,))
 
 
 def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
@@ -167,10 +148,10 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
     return option.more(saved=held, forward=call.copied_bytes, backward=held + call.held_bytes)
 
 
-def _travelling(name: OptionName, figures: _Figures, input_bytes: int) -> OptionProfile:
+def _travelling(name: OptionName, cost: BlockCost, input_bytes: int) -> OptionProfile:
     """Return an option that holds what it saves, and so much of its input, until its copies have ended."""
-    moving = figures.travelling
-    option = replace(figures.option, name=name).more(saved=-moving, forward=moving, backward=moving)
+    moving = cost.travelling
+    option = replace(cost.options[0], name=name).more(saved=-moving, forward=moving, backward=moving)
     return replace(option, offload_bytes=moving + input_bytes)
 
 
@@ -194,14 +175,14 @@ def discard(cost: BlockCost) -> OptionProfile | None:
     )
 
 
-def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> _Figures:
+def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> BlockCost:
     """Run ``call`` once for its bytes, which warms up, and then for its times.
 
     On a GPU the launches are timed first, and then how long it computes while the host is ahead of it.
     """
     if call.compiled:
         _timed(call, option, meter)  # compiles
-    figures, first = _counted(call, option, meter)
+    cost, first = _counted(call, option, meter)
     launches, ahead = [first], (0.0, 0.0)
     if timed and meter.lags:
         launches = [_timed(call, option, meter) for _ in range(_LAUNCHES)]
@@ -211,11 +192,13 @@ def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> _Figur
         laps.append(_timed(call, option, meter, ahead))
     counted = sorted(laps, key=_seconds)[: len(fastest([_seconds(run) for run in laps]))] or launches
     forward, backward = (statistics.mean(run[which].seconds for run in counted) for which in (0, 1))
-    figures.option = replace(figures.option, forward_s=forward, backward_s=backward)
     seen = launches if meter.lags else counted
-    figures.launch_s = max(_launch(seen, 0), _launch(seen, 1))
-    figures.scatter = scatter([_seconds(run) for run in laps]) if laps else 0.0
-    return figures
+    return replace(
+        cost,
+        options=(replace(cost.options[0], forward_s=forward, backward_s=backward),),
+        launch_s=max(_launch(seen, 0), _launch(seen, 1)),
+        scatter=scatter([_seconds(run) for run in laps]) if laps else 0.0,
+    )
 
 
 def _launch(runs: Sequence[tuple[Lap, Lap]], which: Literal[0, 1]) -> float:
@@ -241,7 +224,7 @@ def _timed(call: Call, option: Option, meter: Meter, ahead: tuple[float, float] 
     return forward, meter.lap()
 
 
-def _counted(call: Call, option: Option, meter: Meter) -> tuple[_Figures, tuple[Lap, Lap]]:
+def _counted(call: Call, option: Option, meter: Meter) -> tuple[BlockCost, tuple[Lap, Lap]]:
     """Run forward and backward; return their bytes, counting which costs time, and their times."""
     trial = _Trial(call, option)
     watch = Watch(next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu")))
@@ -279,14 +262,16 @@ def _counted(call: Call, option: Option, meter: Meter) -> tuple[_Figures, tuple[
         held_peak_bytes=held,
         passing_peak_bytes=passing,
     )
-    figures = _Figures(
-        option=profile,
+    cost = BlockCost(
+        input_bytes=storage_bytes(call.inputs),
+        output_bytes=output_bytes,
+        launch_s=0.0,
+        options=(profile,),
+        slack_bytes=watch.slack,
         travelling=travelling,
         input_travels=input_travels,
-        output_bytes=output_bytes,
-        slack=watch.slack,
     )
-    return figures, (forward, backward)
+    return cost, (forward, backward)
 
 
 class _Trial:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,28 +59,12 @@ class Lap:
     """The part in which the host launched the work; 0 where the host does the work itself."""
 
 
-class Meter(Protocol):
-    """Tells the time of computations that ran between two calls of :meth:`lap`."""
-
-    @property
-    def lags(self) -> bool:
-        """True: a device runs later what the host has launched."""
-        ...
-
-    def lap(self, behind: float = 0.0) -> Lap:
-        """Return the time since the last call; a device that lags is then kept busy for ``behind`` seconds."""
-        ...
-
-    def enough(self, seconds: Sequence[float]) -> bool:
-        """Return whether a computation need not run again that took ``seconds`` since it was warm."""
-        ...
-
-
 class Stopwatch:
     """Measures on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self.lags = device.type == "cuda"
+        """True: a device runs later what the host has launched."""
         self._device = device
         self._begin: Any = None
         """An event on the device, behind the work that kept it busy."""
@@ -218,6 +202,10 @@ class Roofline(OperationMode):
             return 2.0 * float(left.numel() * right.shape[-1])
         count = flop_registry.get(packet_of(func))
         return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
+
+
+Meter = Stopwatch | Roofline
+"""Tells the time of computations that ran between two calls of ``lap``, and when they have run often enough."""
 
 
 def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,9 +11,11 @@ node returns.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +27,10 @@ from lt_offload import limits
 from lt_offload.compat.torch import top_saved_tensors_hooks, tree_flatten, tree_unflatten
 from lt_offload.execute.blocks.inner_tensors import InnerTensors
 from lt_offload.execute.blocks.shared_inputs import RunningTotal
-from lt_offload.execute.blocks.slices import PlannedBlock, Slice, count_uses, entry
+from lt_offload.execute.blocks.slices import PlannedBlock, Slice, catch, count_uses
 from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, SavedTensors, given_back
 from lt_offload.execute.updates.gradients import Gradients
-from lt_offload.model.calls import BlockNode, tensors_of
+from lt_offload.model.calls import BlockNode, EntryNode, tensors_of
 from lt_offload.model.parts import Joint, Outputs
 from lt_offload.model.saving import CacheCostly, ReplayCostly, activations_of, travels
 from lt_offload.model.snapshot import version
@@ -445,8 +447,9 @@ class BlockRun:
             return self._call(part, self._enter(part, anchor, inputs) if graphed else inputs)
 
     def _enter(self, part: Slice, anchor: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+        ref, index = weakref.ref(part), self.block.index
         return [
-            entry(anchor, x, part, slot) if need else x
+            EntryNode.apply(anchor, x, index, slot, partial(catch, ref, slot)) if need else x  # type: ignore[no-untyped-call]
             for slot, (x, need) in enumerate(zip(inputs, self._needs_grad, strict=True))
         ]
 

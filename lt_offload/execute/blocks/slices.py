@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +23,7 @@ from lt_offload.execute.blocks.repeats import Repeats
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import Moved
 from lt_offload.execute.memory.tensors import Weight
-from lt_offload.model.calls import EntryNode, edges, is_entry_node, tensors_of
+from lt_offload.model.calls import edges, is_entry_node, tensors_of
 from lt_offload.model.parts import Cutter
 from lt_offload.model.saving import CacheCostly
 from lt_offload.model.snapshot import version
@@ -102,12 +101,6 @@ class Slice:
         self.check_untouched(saved)
         return [x.restore() if isinstance(x, Moved) else x for x in saved]
 
-    def catch(self, slot: int, grad: Tensor) -> None:
-        """Remember the gradient of an activation input; refuses one that comes from inside the block."""
-        if not self.in_backward:
-            raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.block.name}")
-        self.input_grads[slot] = grad
-
     def close(self) -> None:
         """Let go of everything that was saved."""
         self.release()
@@ -144,18 +137,15 @@ class Slice:
             self.inner.recomputed()
 
 
-def entry(anchor: Tensor, x: Tensor, part: Slice, slot: int) -> Tensor:
-    """Return an input of ``part`` as the private graph begins with it."""
+def catch(part: weakref.ref[Slice], slot: int, grad: Tensor) -> None:
+    """Remember the gradient of an activation input; refuses one that comes from inside the block."""
     # The slice holds this graph. A reference back would close a cycle through C++, which Python's collector does not
     # see: every iteration's activations would stay.
-    catch = partial(_catch, weakref.ref(part), slot)
-    return EntryNode.apply(anchor, x, part.block.index, slot, catch)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _catch(part: weakref.ref[Slice], slot: int, grad: Tensor) -> None:
     alive = part()
     assert alive is not None
-    alive.catch(slot, grad)
+    if not alive.in_backward:
+        raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {alive.block.name}")
+    alive.input_grads[slot] = grad
 
 
 def count_uses(roots: Sequence[Any]) -> Counter[int]:

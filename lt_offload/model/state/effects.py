@@ -178,7 +178,8 @@ class Snapshot:
 @contextmanager
 def _restored(items: Iterable[tuple[_Part, Any]]) -> Iterator[None]:
     items, clones = list(items), _Clones()
-    present = [(part, part.now()) for part, _ in items]
+    # Without copies, so that the very objects come back: a graph may have saved them.
+    present = [(part, part.save(copies=False)) for part, _ in items]
     # A run may write a buffer by another reference, too, where no clone takes its place.
     reached = [held for part, before in items if (held := part.reached(before)) is not None]
     for part, before in items:
@@ -196,8 +197,8 @@ def _restored(items: Iterable[tuple[_Part, Any]]) -> Iterator[None]:
 class _Part:
     name = ""
 
-    def save(self) -> Any:
-        """Return the state, copied."""
+    def save(self, *, copies: bool = True) -> Any:
+        """Return the state; without ``copies`` of tensors it can be put back, and what is written to them stays."""
         raise NotImplementedError
 
     def copied_bytes(self, before: Any) -> int:
@@ -211,10 +212,6 @@ class _Part:
     def rewritten(self, before: Any) -> bool:
         """Return whether the state was changed since in a way that cannot be undone."""
         return False
-
-    def now(self) -> Any:
-        """Return the state, to be restored after a run that begins with another one."""
-        return self.save()
 
     def differs(self, before: Any, closely: bool) -> bool:
         """Return whether the state differs from ``before``; ``closely``: compare contents as well, which takes time."""
@@ -272,7 +269,7 @@ class _Attributes(_Part):
         self._last: _SavedAttributes | None = None
         """As they were the last time, if that keeps no tensor alive."""
 
-    def save(self) -> _SavedAttributes:
+    def save(self, *, copies: bool = True) -> _SavedAttributes:
         if self._last is not None and self._last.unchanged():
             return self._last
         saved = _SavedAttributes(self._modules)
@@ -328,16 +325,14 @@ class _BufferPart(_Part):
         self._holder, self._name = holder, name
         self.name = path
 
-    def save(self) -> tuple[Tensor | None, int, Tensor | None]:
+    def save(self, *, copies: bool = True) -> tuple[Tensor | None, int, Tensor | None]:
         buffer = self._holder.get(self._name)
-        return (None, 0, None) if buffer is None else (buffer, _version(buffer), buffer.detach().clone())
+        if buffer is None:
+            return None, 0, None
+        return buffer, _version(buffer), buffer.detach().clone() if copies else None
 
     def copied_bytes(self, before: tuple[Tensor | None, int, Tensor | None]) -> int:
         return 0 if before[2] is None else before[2].nbytes
-
-    def now(self) -> tuple[Tensor | None, int, None]:
-        # Without contents, so that the very object comes back: a graph may have saved it.
-        return self._holder.get(self._name), 0, None
 
     def thin(self, before: tuple[Tensor | None, int, Tensor | None]) -> tuple[Tensor | None, int, None]:
         return before[0], before[1], None
@@ -382,7 +377,7 @@ class _Generator(_Part):
     def __init__(self, generator: Any) -> None:
         self._generator = generator
 
-    def save(self) -> Any:
+    def save(self, *, copies: bool = True) -> Any:
         return state_of(self._generator)
 
     def differs(self, before: Any, closely: bool) -> bool:

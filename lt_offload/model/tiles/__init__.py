@@ -84,7 +84,7 @@ def tile_tokens(model: nn.Module, tokens: int | None, *, blocks: str | None = No
             f"each token on its own; {'set model.kernels=null, or ' * bool(kernels_of(model))}leave it out"
         )
     for module, draws in chosen:
-        Tile.put(module, tokens, draws=draws)
+        Tile(module, tokens, draws=draws)
     return tuple(names[module] for module, _ in chosen)
 
 
@@ -132,13 +132,7 @@ class Tile(StandIn):
         super().__init__(module, "forward", vars(module).get("forward"), self._run)
         self.module, self.tokens, self.draws = module, tokens, draws
         self.plain: Forward = module.forward
-        self.end: Callable[[], None] = lambda: None
-
-    @classmethod
-    def put(cls, module: nn.Module, tokens: int, *, draws: bool) -> None:
-        """Let ``module`` run so."""
-        tile = cls(module, tokens, draws=draws)
-        tile.end = cover(module, "forward", tile)
+        self.end = cover(module, "forward", self)
 
     def _run(self, *args: Any, **kwargs: Any) -> Tensor:
         if in_tiles() or kwargs or not _alike(args) or math.prod(_tokens(args[0])) <= self.tokens:
