@@ -470,7 +470,8 @@ class Engine(LoopCalls):
             if torch.is_grad_enabled():
                 if self._passes is None:
                     raise limits.BACKWARD_OUTSIDE.error(
-                        f"block {self.structure.blocks[index].name} was called with gradients outside the training step"
+                        f"block {self.structure.blocks[index].name} was called with gradients outside the training "
+                        "step, by log_graph=True of a logger perhaps"
                     )
                 return self._passes.forward(index, forward, args, kwargs)
             self._iteration.check_validation()

@@ -170,9 +170,9 @@ FORWARDS = limit(
     "computes the loss of a batch",
 )
 BACKWARD_OUTSIDE = limit(
-    "a backward through the model outside the training step (in a callback or hook), log_graph of TensorBoardLogger",
+    "a backward through the model outside the training step (in a callback, a hook, log_graph)",
     why="every backward through the blocks updates the weights",
-    instead="call the model under torch.no_grad() there, or a deepcopy of it, without log_graph",
+    instead="call the model under torch.no_grad() there, or a deepcopy of it",
 )
 PARTIAL_BACKWARD = limit(
     "torch.autograd.grad, backward(inputs=...) and create_graph=True through the model",

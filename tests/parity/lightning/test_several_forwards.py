@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +18,7 @@ from lt_offload import OffmateStrategy
 from tests import sampling
 from tests.support import models
 from tests.support.engines import equal
-from tests.support.trainers import Forced, Run, differences, fit, seeded_module
+from tests.support.trainers import Forced, Module, Run, differences, fit, seeded_module
 
 NEW_TOKENS = 4
 
@@ -118,3 +119,41 @@ def test_preferences_are_learnt_as_in_stock(adapters: bool, settings: dict[str, 
         assert torch.equal(stock.trainer.callback_metrics["margin"], ours.trainer.callback_metrics["margin"])
         assert ours.trainer.strategy.plan.forwards == 2
         assert ours.trainer.strategy.plan.deferred_forwards == (2 if adapters else 1)
+
+
+# -- forwards whose loss is dropped ------------------------------------------------------------------------------------
+
+
+class Choosing(Module):  # type: ignore[misc]
+    """Calls the model twice per step; of the losses only some count, ``chosen`` in turn."""
+
+    def __init__(self, chosen: Sequence[str]) -> None:
+        super().__init__()
+        self.chosen = chosen
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        first = self.model(**batch).loss
+        second = self.model(**{**batch, "input_ids": batch["input_ids"].flip(0)}).loss
+        losses = {"first": first, "second": second, "both": first + second}
+        loss: Tensor = losses[self.chosen[batch_idx % len(self.chosen)]]
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chosen", "settings"),
+    sampling.grid(
+        [("second",), ("both", "second"), ("second", "first")],
+        [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}],
+        count=2,
+    ),
+)
+def test_a_loss_that_is_dropped_leaves_the_others_update(chosen: Sequence[str], settings: dict[str, Any]) -> None:
+    def trained(strategy: Any) -> Run:
+        torch.manual_seed(7)
+        return fit(strategy, Choosing(chosen), max_epochs=1, **settings)
+
+    stock = trained("auto")
+    for memory in sampling.one((700_000, 1_500_000, 50_000_000)):
+        assert differences(stock, trained(OffmateStrategy(memory=memory))) == []

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from lt_offload.machine.accounting import Account
-from lt_offload.machine.dispatch import WatchingMode
+from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode
 from tests.support.engines import differences
 from tests.support.user_nets import (
     HIDDEN,
@@ -287,3 +287,41 @@ def test_nothing_is_left_behind() -> None:
     original = torch.overrides.has_torch_function
     ours(Net, RUNS["both"])
     assert torch.overrides.has_torch_function is original
+
+
+class Filling(Layer):
+    """Has operations whose gradient torch computes in another way within a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(0.3))
+
+    def inner(self, x: Tensor) -> Tensor:
+        filled = x.masked_fill(x.detach() > 0.5, self.value)
+        return super().inner(filled) * filled.sigmoid().unflatten(-1, (8, 4)).prod(-1).repeat(1, 1, 4)
+
+
+def with_a_product(net: Net, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+    return torch.stack([loss.exp(), loss.sin() + 2, loss.cos() + 3, loss.tanh()]).prod()
+
+
+@with_every_budget
+def test_gradients_that_torch_computes_otherwise_within_modes(budget: str) -> None:
+    make = partial(Net, Filling, after=with_a_product)
+    assert differences(plain(make), by_budget(make, budget)) == []
+
+
+@in_every_run
+def test_gradients_that_torch_computes_otherwise_within_modes_by_hand_made_plans(options: tuple[str, ...]) -> None:
+    make = partial(Net, Filling, after=with_a_product)
+    assert differences(plain(make), ours(make, options)) == []
+
+
+def test_a_node_that_asks_for_modes_finds_them_again_when_it_has_run() -> None:
+    seen: list[int] = []
+    x = torch.arange(1.0, 5.0, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda _: seen.append(DISPATCH_MODES.size()))
+    with Account():
+        y.prod().backward()
+    assert seen == [1]

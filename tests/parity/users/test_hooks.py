@@ -367,6 +367,14 @@ def test_a_backward_in_a_hook_is_refused(hook: str) -> None:
         trained(strategy("middle"), act, hook)
 
 
+def test_a_forward_with_gradients_before_the_first_step_is_refused() -> None:
+    def forward(module: Any, optimizer: Any, turn: int) -> None:
+        module.model(input_ids=torch.arange(3, 9)[None])  # as log_graph of TensorBoardLogger does
+
+    with pytest.raises(UnsupportedError, match=r"block .* was called with gradients outside the training step"):
+        trained(strategy("middle"), forward, "on_train_start")
+
+
 def test_a_gradient_that_a_hook_looks_for_says_that_it_is_consumed() -> None:
     def norms(module: Any, optimizer: Any, turn: int) -> list[Tensor]:
         return [p.grad.norm() for p in module.parameters() if p.grad is not None]
