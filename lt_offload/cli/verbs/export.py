@@ -23,7 +23,7 @@ from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.terminal import clear
 from lt_offload.finetune.unused import refuse_unused
 from lt_offload.finetune.weights.gguf import Bits, check_writable, write_gguf
-from lt_offload.finetune.weights.hub import is_full
+from lt_offload.finetune.weights.hub import is_full, number_of
 from lt_offload.finetune.weights.left_out import KEY
 from lt_offload.finetune.weights.vocabulary import has_grown, names_of_embeddings
 from lt_offload.model.forms import is_stored, open_weights
@@ -237,9 +237,10 @@ def _appearing(target: Path) -> Iterator[Path]:
         if is_full(error):
             full = "the disk is full; make room, or choose another disk with --output"
             raise ConfigError(f"{target} was not written: {full}") from error
-        if not isinstance(error, OSError):
+        number = number_of(error)
+        if number is None and not isinstance(error, OSError):
             raise
-        why = error.strerror or error
+        why = error if number is None else os.strerror(number)
         raise ConfigError(f"{str(target)!r} cannot be written: {why}; choose another one with --output") from error
 
 

@@ -216,6 +216,11 @@ class LiveGroup:
         assert self._own is not None
         (self.host, self.span), self.place = self._own, self.place + 1
 
+    @property
+    def reads_own(self) -> bool:
+        """True after :meth:`read_own`, until it is read from common memory again."""
+        return self._own is not None and self.host is self._own[0]
+
     def read_common(self) -> None:
         """Copy from the common memory."""
         assert self._common is not None

@@ -70,7 +70,7 @@ class Streaming:
         self._bring(following, index, needed=[*groups, *following])
         needed_by_compute(self.device, groups, on_host, by=f"block {index}")
         for weight in weights:
-            view = weight.zero_copy if weight.group in on_host else weight.view
+            view = weight.exposed(self.device) if weight.group in on_host else weight.view
             assert view is not None
             weight.param.data = view
         try:

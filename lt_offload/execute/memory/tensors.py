@@ -174,6 +174,11 @@ class Weight(Whole):
         if self.zero_copy is None:
             self.zero_copy = device.zero_copy_view(self.home)
 
+    def exposed(self, device: Device) -> Tensor:
+        """Return the host copy to be read directly between steps, when a user may have written this process's own."""
+        assert self.zero_copy is not None
+        return device.zero_copy_view(self.host) if self.group.reads_own else self.zero_copy
+
     def proxy(self, place: str, data: Tensor, grad: Tensor | None) -> nn.Parameter:
         """Return the parameter's stand-in for updates at ``place``, over ``data`` and with gradient ``grad``."""
         proxy = self.shadows.get(place)

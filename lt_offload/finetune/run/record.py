@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class RunRecord(Callback):
     """Keeps losses and the peak of device memory, with any strategy.
 
     Without a GPU plain training has the heap of the emulated device, too: otherwise that would be part of what is
-    compared.
+    compared, until the record is collected.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class RunRecord(Callback):
         """Bytes, as a system monitor shows them; without a GPU those of all tensors."""
         self._account: Account | None = None
         if not torch.cuda.is_available():
-            keep_freed_memory()
+            weakref.finalize(self, keep_freed_memory())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start counting, in the step and on the machine where that is needed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,8 +96,14 @@ def without_advice() -> Iterator[None]:
 
 def is_full(error: BaseException) -> bool:
     """Return whether ``error`` says that a disk is full, or a limit reached."""
-    # safetensors has an error of its own that names the number
-    return getattr(error, "errno", None) in _FULL or any(f"os error {code}" in str(error) for code in _FULL)
+    return number_of(error) in _FULL
+
+
+def number_of(error: BaseException) -> int | None:
+    """Return the number of an error of the system, which an error of safetensors names in its words; None: no such."""
+    named = re.search(r"os error (\d+)", str(error)) if isinstance(error, SafetensorError) else None
+    number: int | None = int(named[1]) if named else getattr(error, "errno", None)
+    return number
 
 
 def _cache() -> str:

@@ -33,6 +33,10 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "lora": (LORA, "tight", {}),
     "qlora": (QLORA, "tight", {}),
     "qlora, in the middle": (QLORA, "middle", {}),
+    "lookups": (Case(lookups=True, accumulate=2), "in host memory", {}),
+    "lookups, written": (Case(lookups=True, user=True), "in host memory", RECOMPUTED),
+    "lookups, lora, written": (Case(model={"lora": True}, lookups=True, user=True), "in host memory", {}),
+    "lookups, qlora": (Case(lookups=True, four_bits=True), "in host memory", {}),
     "sgd": (Case(optimizer="sgd"), "middle", {}),
     "adafactor": (Case(optimizer="adafactor"), "tight", {}),
     "masters": (Case(model={"dtype": torch.bfloat16}, optimizer=with_masters, user=True), "tight", {}),
@@ -50,6 +54,7 @@ PAIRS: dict[str, tuple[Case, str, dict[str, Any]]] = {
     "beside, tiles": (Case(tile_tokens=5, accumulate=2), "middle", BESIDE),
     "beside, lora": (LORA, "tight", BESIDE),
     "beside, qlora": (QLORA, "middle", BESIDE),
+    "beside, lookups": (Case(lookups=True, user=True), "in host memory", BESIDE),
     "beside, sgd": (Case(optimizer="sgd"), "middle", BESIDE),
     "beside, masters": (Case(model={"dtype": torch.bfloat16}, optimizer=with_masters, user=True), "tight", BESIDE),
     "beside, accumulated": (Case(accumulate=2), "tight", BESIDE),
@@ -91,7 +96,7 @@ MORE: dict[tuple[int, int], dict[str, tuple[Case, str, dict[str, Any]]]] = {
 
 
 def profile(case: Case) -> Profile:
-    key = repr((case.model, case.four_bits, case.optimizer, case.idle, case.tile_tokens))
+    key = repr((case.model, case.four_bits, case.lookups, case.optimizer, case.idle, case.tile_tokens))
     if key not in _profiles:
         _profiles[key] = measured(case)
     return _profiles[key]
@@ -107,6 +112,7 @@ def measured(case: Case) -> Profile:
 
 
 BUDGETS = {"tight": (250_000, "l2l"), "middle": (400_000, "offmate"), "resident": (8_000_000, "offmate")}
+BUDGETS["in host memory"] = 300_000, "offmate"
 """Bytes, and a planner: which one matters little, and few are quicker than all."""
 
 
@@ -115,4 +121,6 @@ def plan(case: Case, budget: str, settings: dict[str, Any], machines: int = 1) -
     memory, planner = BUDGETS[budget]
     settings = {"planner": planner, "accumulate": case.accumulate, "delayed": True} | settings
     found = replace(profile(case), machines=machines, common_updates=machines > 1)
-    return make_plan(found, Settings(memory=memory, **settings))
+    made = make_plan(found, Settings(memory=memory, **settings))
+    assert not case.lookups or any(op.zero_copy for op in made.ops)
+    return made

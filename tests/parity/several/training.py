@@ -71,6 +71,8 @@ class Case:
     """Options of ``models.build``."""
     four_bits: bool = False
     """Whether layers have four bits, under adapters."""
+    lookups: bool = False
+    """Whether embeddings are frozen, and larger than the device."""
     optimizer: str | Callable[[Any], torch.optim.Optimizer] = "adamw-fused"
     tile_tokens: int | None = None
     accumulate: int = 1
@@ -82,9 +84,11 @@ class Case:
     """Whether a user writes weights and states between steps, in every process, and evaluates the model."""
 
     def build(self) -> nn.Module:
-        if self.four_bits:
-            return quantized.adapted(**self.model)
-        model = models.build(**{"layers": 2} | self.model)
+        model = quantized.adapted(**self.model) if self.four_bits else models.build(**{"layers": 2} | self.model)
+        if self.lookups:
+            torch.manual_seed(0)
+            embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+            embedding.weight = nn.Parameter(torch.randn(20_000, embedding.embedding_dim), requires_grad=False)
         lt_offload.tile_tokens(model, self.tile_tokens)
         if self.idle:
             layer: Any = model.get_submodule("model.layers.1")

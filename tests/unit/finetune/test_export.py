@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from lt_offload.cli.verbs.export import write as export
 from lt_offload.errors import ConfigError
@@ -120,12 +121,23 @@ def test_nothing_is_overwritten(folder: str, tmp_path: Path, occupied: str, form
     assert (target / "notes.txt" if occupied == "folder" else target).read_text() == "mine"
 
 
-def test_a_disk_that_is_full_leaves_nothing(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(28, "No space left on device"), "out was not written: the disk is full"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "out was not written: the disk is full"),
+        # A file of more than 4 GB, on many a stick.
+        (SafetensorError("I/O error: File too large (os error 27)"), "out' cannot be written: File too large; choose"),
+    ],
+)
+def test_a_disk_that_is_full_leaves_nothing(
+    error: Exception, message: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: object, **kwargs: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
-    with pytest.raises(ConfigError, match="out was not written: the disk is full"):
+    with pytest.raises(ConfigError, match=message):
         export(load.load_model(folder), load.load_tokenizer(folder), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

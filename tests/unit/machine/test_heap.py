@@ -67,6 +67,14 @@ del other  # nobody has closed it
 assert resident() < start + 0.1 * BYTES
 """
 
+RECORD = """
+from lt_offload.finetune.run.record import RunRecord
+start, record = resident(), RunRecord()
+assert never_again()
+del record
+assert resident() < start + 0.1 * BYTES
+"""
+
 CHOSEN = """
 keep_freed_memory()
 assert always()
@@ -81,7 +89,7 @@ def run(code: str, **environment: str) -> None:
 
 @pytest.mark.slow
 def test_freed_memory_is_kept_while_somebody_asks_for_it_as_an_emulated_device_does() -> None:
-    run(KEPT + DEVICE)
+    run(KEPT + DEVICE + RECORD)
 
 
 @pytest.mark.slow
