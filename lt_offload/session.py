@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.arguments import checked
 from lt_offload.compat.torch import FORWARD_PRE_HOOKS, FORWARD_PRE_HOOKS_WITH_KWARGS
 from lt_offload.errors import ConfigError, OverBudget, PlanError
-from lt_offload.execute import find_device
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.installed import First, install
+from lt_offload.machine.driver import find_device
 from lt_offload.model.blocks import Structure, as_called, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.model.compiled import hide_from_copies
@@ -38,6 +39,7 @@ from lt_offload.units import format_bytes
 _log = logging.getLogger(__name__)
 
 
+@checked
 @contextmanager
 def offloaded(
     model: nn.Module,
@@ -131,7 +133,7 @@ def prepare(
     setup = limits.Setup(model=model, optimizers=[optimizer], blocks=blocks)
     limits.check("model", setup)
     limits.check("optimizer", setup)
-    prepared = find_blocks(model, blocks), find_device(accelerator)
+    prepared = find_blocks(model, blocks), find_device(accelerator, setting="accelerator")
     for sentence in switched_off(model):
         _log.warning(sentence)
     return prepared

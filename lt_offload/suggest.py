@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-Self = TypeVar("Self")
+from collections.abc import Iterable, Sequence
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.65, most: int = 3) -> list[str]:
@@ -27,18 +21,3 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", cutoff: f
     """Return a hint for the end of an error about ``name``; empty if nothing is near it."""
     close = nearest(name, known, cutoff=cutoff, most=most)
     return f"; did you mean {' or '.join(prefix + other for other in close)}?" if close else ""
-
-
-def naming_options(init: Callable[Concatenate[Self, P], None]) -> Callable[Concatenate[Self, P], None]:
-    """Let ``init``, a class's ``__init__``, name the nearest option in its error about one that there is not."""
-    known = list(inspect.signature(init).parameters)[1:]
-
-    @wraps(init)
-    def checked(self: Self, /, *args: P.args, **options: P.kwargs) -> None:
-        for name in options:
-            if name not in known:
-                hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
-                raise TypeError(f"{type(self).__name__} has no option {name!r}{hint}")
-        init(self, *args, **options)
-
-    return checked

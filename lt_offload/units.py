@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, budgets of memory, and sizes rounded up."""
+"""Sizes, counts, dtypes and durations as people write them, budgets of memory, and sizes rounded up."""
 
 from __future__ import annotations
 
@@ -84,6 +84,16 @@ class Budget:
     def less(self, nbytes: int) -> Budget:
         """Return the budget beside ``nbytes`` that are taken; one byte at least."""
         return self if self.nbytes is None else Budget(max(1, self.nbytes - nbytes))
+
+
+def is_count(value: object) -> bool:
+    """Return whether ``value`` is a whole number of at least 1; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype that is written as PyTorch has it or as text: both ``torch.float16`` and its name."""
+    return str(dtype).removeprefix("torch.")
 
 
 Memory = Budget | str | int | float | None

@@ -18,6 +18,7 @@ from lt_offload.model.compiled import is_compiled
 from lt_offload.schema.accesses import IN_ARENA, writes
 from lt_offload.schema.plan import Op, Pass, Plan, Timeline, deadlines
 from lt_offload.schema.profile import RECORDED, fingerprint
+from lt_offload.units import dtype_name
 
 
 @dataclass(slots=True)
@@ -195,7 +196,7 @@ def check_match(structure: Structure, optimizer: Optimizer | None, plan: Plan | 
         return
     used = owners([block.tensors for block in structure.blocks])
     rows = [
-        (tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad, tuple(used[i]))
+        (tuple(p.shape), dtype_name(p.dtype), p.requires_grad, tuple(used[i]))
         for i, (_, p) in enumerate(structure.tensors)
     ]
     if fingerprint(rows, len(structure.blocks)) != plan.fingerprint:

@@ -20,6 +20,7 @@ from lt_offload.model.forms import FORMS, check_weights, close_weights, form_nam
 from lt_offload.model.forms.layer import Stored
 from lt_offload.model.forms.nf4 import NF4, check_scales
 from lt_offload.model.quantized import packed_layers
+from lt_offload.units import dtype_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -105,7 +106,7 @@ def quantized(model: nn.Module, dtype: torch.dtype, quantize: Quantize = "nf4") 
     checked = check_weights(model, form, dtype)
     if checked.refused and is_first():
         name, why = next(iter(checked.refused.items()))
-        kind = str(dtype).removeprefix("torch.")
+        kind = dtype_name(dtype)
         say(f"{len(checked.refused)} weights with {why} stay in {kind}: {name}, ...")
     for module in model.modules():
         for attribute in _TRACES & vars(module).keys():

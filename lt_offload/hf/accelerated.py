@@ -17,11 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.arguments import checked
 from lt_offload.compat.hugging_face import optimizers_of
 from lt_offload.errors import ConfigError, OffloadError, OverBudget
-from lt_offload.execute import find_device
 from lt_offload.hf.report import read_record
 from lt_offload.hf.training import Training, unwrapped
+from lt_offload.machine.driver import find_device
 from lt_offload.machine.replaced import Replaced
 from lt_offload.model.compiled import around_calls
 from lt_offload.model.tiles import tiled
@@ -35,6 +36,7 @@ _open: ContextVar[tuple[Mapping[str, Any], Loops] | None] = ContextVar("lt_offlo
 _UNFREEZE = "an optimizer holds the weights that train when it is made: unfreeze them before"
 
 
+@checked
 def accelerated(
     *,
     memory: str | int | float | None = None,

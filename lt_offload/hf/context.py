@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from lt_offload.arguments import checked
 from lt_offload.errors import ConfigError
 from lt_offload.hf.run import Run
 from lt_offload.hf.trainer import Offloaded
@@ -28,6 +29,7 @@ _options: ContextVar[Mapping[str, Any] | None] = ContextVar("lt_offload_hf_train
 _classes: dict[type[Any], type[Any]] = {}
 
 
+@checked
 def hf_trainer(
     *,
     memory: str | int | float | None = None,
@@ -110,6 +112,7 @@ class OffloadedTrainerMixin:
                 f"class {cls.__name__}({bases}): OffloadedTrainerMixin stands behind the Trainer; put it first"
             )
 
+    @checked
     def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         with hf_trainer(**(offload or {})):
             super().__init__(*args, **kwargs)

@@ -18,6 +18,7 @@ import pynvml
 import torch
 
 from lt_offload.compat.torch import clear_cublas_workspaces, set_allocator, sleep_on_device
+from lt_offload.errors import ConfigError
 from lt_offload.machine.pinning import is_wsl2
 
 CONTEXT_LIMIT = 1 << 30
@@ -68,12 +69,28 @@ def _try_allocator(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
-def device_for(device: torch.device | str | None) -> torch.device:
-    """Return ``device`` with its number; None: the current GPU if there is one, otherwise the CPU."""
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
+def find_device(device: torch.device | str | None, *, setting: str = "device") -> torch.device:
+    """Return where blocks run.
+
+    ``device`` is ``"auto"`` or None (a GPU if there is one), ``"cuda"`` (the current GPU), ``"cuda:1"`` or ``"cpu"``
+    (the emulated device). Raises ``ConfigError``, which names ``setting``, if there is no such device here.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    automatic = "cuda" if count else "cpu"
+    name, colon, number = (automatic if device in (None, "auto") else str(device)).partition(":")
+    if name == "cpu" and not colon:
+        return torch.device("cpu")
+    named = f"{setting}={str(device)!r}"
+    if name != "cuda" or (colon and not number.isdigit()):
+        raise ConfigError(f"{named} is not known; 'auto', 'cuda', 'cuda:1' and 'cpu' are")
+    if count == 0:
+        raise ConfigError(
+            f"{named}: torch finds no GPU here; {setting}='cpu' carries the same plan out on the emulated device"
+        )
+    index = int(number) if number else torch.cuda.current_device()
+    if index >= count:
+        raise ConfigError(f"{named}: torch finds {count} GPU{'s' * (count > 1)}, the first is cuda:0")
+    return torch.device("cuda", index)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

@@ -30,9 +30,10 @@ class Replaced:
         """Let the attribute be the other one."""
         with self._changing:
             if not self._open:
-                self.original = getattr(self._owner(), self._name)
+                owner = self._owner()
+                self.original = getattr(owner, self._name)
                 self._present = self._make(self.original)
-                setattr(self._owner(), self._name, self._present)
+                setattr(owner, self._name, self._present)
             self._open += 1
 
     def end(self) -> None:
@@ -40,8 +41,8 @@ class Replaced:
         with self._changing:
             self._open -= 1
             # If somebody has put another one in front of ours meanwhile, it stays: ours does nothing by then.
-            if not self._open and getattr(self._owner(), self._name) is self._present:
-                setattr(self._owner(), self._name, self.original)
+            if not self._open and getattr(owner := self._owner(), self._name) is self._present:
+                setattr(owner, self._name, self.original)
 
 
 @contextmanager

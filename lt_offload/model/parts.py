@@ -27,13 +27,14 @@ from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
 from lt_offload.model.saving import activations_of
 from lt_offload.model.state.handed import WrittenContainers
+from lt_offload.units import is_count
 
 Forward = Callable[..., Any]
 
 
 def check_micro_batches(value: object, *, auto: bool = False) -> None:
     """Raise ``ConfigError`` for a value that is no number of parts, nor ``"auto"`` where that may be."""
-    if (auto and value == "auto") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+    if (auto and value == "auto") or is_count(value):
         return
     words = "at least 1, or 'auto'" if auto else "at least 1"
     raise ConfigError(f"micro_batches={value!r} must be {words}: parts of a batch that go through each block in turn")

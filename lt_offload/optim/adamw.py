@@ -20,6 +20,7 @@ from lt_offload.compat.torch import foreach_add_
 from lt_offload.errors import ConfigError
 from lt_offload.optim import blockwise, native, plain
 from lt_offload.optim.plain import Entry, Options
+from lt_offload.units import dtype_name
 
 _LOW = (torch.bfloat16, torch.float16)
 _FOREIGN = ("fused", "foreach", "capturable", "differentiable")
@@ -91,8 +92,8 @@ class AdamW(Optimizer):
         fused: as for ``torch.optim.AdamW``; there is no other way here than the fused one.
         stochastic_rounding: round bfloat16 weights at random instead of keeping fp32 masters of them. Weights of full
             precision are updated as without it.
-        state_dtype: what both moments are kept in: ``"bfloat16"``, or ``"8bit"``; None: fp32, or the dtype of weights
-            of full precision. Groups may have their own.
+        state_dtype: what both moments are kept in: ``"bfloat16"`` (``torch.bfloat16``), or ``"8bit"``; None: fp32, or
+            the dtype of weights of full precision. Groups may have their own.
         min_8bit_size: elements from which on a tensor has moments of 8 bits, as in bitsandbytes; more than 256.
 
     Raises:
@@ -115,7 +116,7 @@ class AdamW(Optimizer):
         maximize: bool = False,
         fused: bool | None = None,
         stochastic_rounding: bool = False,
-        state_dtype: StateDtype | None = None,
+        state_dtype: StateDtype | torch.dtype | None = None,
         min_8bit_size: int = 4096,
     ) -> None:
         if fused is False:
@@ -147,6 +148,8 @@ class AdamW(Optimizer):
                 raise ConfigError(f"{name}={group[name]} must not be negative")
         if not all(0 <= beta < 1 for beta in group["betas"]):
             raise ConfigError(f"betas={group['betas']} must be at least 0 and less than 1")
+        if isinstance(group["state_dtype"], torch.dtype):
+            group["state_dtype"] = dtype_name(group["state_dtype"])
         if group["state_dtype"] not in (None, *get_args(StateDtype)):
             raise ConfigError(f"state_dtype={group['state_dtype']!r} is not offered; use 'bfloat16', '8bit' or None")
         if not group["min_8bit_size"] > blockwise.BLOCK:

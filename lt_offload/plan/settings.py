@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, get_args
 
+from lt_offload.arguments import check_types
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import EMULATED, HardwareProfile
-from lt_offload.units import Budget, Memory, format_bytes
+from lt_offload.units import Budget, Memory, format_bytes, is_count
 
 PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
 """All planners."""
@@ -61,6 +62,7 @@ class Settings:
             raise UnsupportedError(f"planner={self.planner!r} does not exist; choose one of {', '.join(PLANNERS)}")
         for name in ("memory", "host_memory"):
             object.__setattr__(self, name, Budget.of(getattr(self, name), setting=name, least=1))
+        check_types(type(self), self.values())
         reserve = self.gradient_reserve
         if reserve is not None and not 0 <= reserve <= 1:
             raise ConfigError(
@@ -71,9 +73,9 @@ class Settings:
                 "chunked_loss=True lets no logits exist, and recompute=False keeps them for your code; leave out one "
                 "of the two"
             )
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+        if not is_count(self.accumulate):
             raise ConfigError(f"accumulate={self.accumulate!r} must be at least 1: micro-batches per update")
-        if self.solver_time_limit <= 0:
+        if not self.solver_time_limit > 0:  # not a number is none
             raise ConfigError(f"solver_time_limit={self.solver_time_limit} must be a positive number of seconds")
 
     @classmethod

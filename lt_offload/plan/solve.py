@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
+from lt_offload.arguments import checked
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.assembly.ops import ONE_BATCH, TiedTable
 from lt_offload.plan.assembly.sets import Sets
@@ -68,6 +69,7 @@ _REACH = 3
 """Steps around a use in which copies run in programs that only compare: fewer than for a plan, as many are solved."""
 
 
+@checked
 def solve(
     profile: Profile,
     *,

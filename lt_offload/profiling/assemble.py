@@ -36,6 +36,7 @@ from lt_offload.schema.profile import (
     Profile,
     TensorProfile,
 )
+from lt_offload.units import dtype_name
 
 ALLOCATOR_SLACK = 0.02
 """Part of the memory of a GPU that plans leave to torch's allocator; an emulated device has none."""
@@ -269,7 +270,7 @@ def _tensor_profiles(
         TensorProfile(
             name=name,
             shape=tuple(parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
+            dtype=dtype_name(parameter.dtype),
             bytes=parameter.nbytes,
             trainable=parameter.requires_grad,
             blocks=tuple(number for number, block in enumerate(structure.blocks) if index in block.tensors),
@@ -288,4 +289,4 @@ def _main_dtype(model: nn.Module) -> str:
     for parameter in model.parameters():
         if parameter.is_floating_point() and not is_packed(parameter):
             totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel()
-    return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
+    return dtype_name(max(totals, key=lambda dtype: totals[dtype]))

@@ -158,13 +158,13 @@ def measure_hardware(
     """Measure this machine with ``device`` (None: CUDA if there is any, otherwise the CPU, for the emulated device)."""
     import torch
 
-    from lt_offload.machine.driver import context_bytes, current, device_for
+    from lt_offload.machine.driver import context_bytes, current, find_device
     from lt_offload.machine.numa import memory_node_of
     from lt_offload.machine.pinning import PinLimit, find_pin_limit
     from lt_offload.machine.zero_copy import register, unregister
     from lt_offload.profiling.rates import LOCKED_BYTES, measure_links
 
-    target = device_for(device)
+    target = find_device(device)
     cuda = target.type == "cuda"
     if on_progress is not None:
         on_progress("measuring copies between host and device")
@@ -211,10 +211,10 @@ def measure_machine(
     device: torch.device | str | None = None, *, on_progress: Callable[[str], None] | None = None
 ) -> HardwareProfile:
     """Return ``measure_hardware`` together with the rates of matrix products and of memory, which estimates need."""
-    from lt_offload.machine.driver import context_bytes, device_for
+    from lt_offload.machine.driver import context_bytes, find_device
     from lt_offload.profiling.rates import measure_rates
 
-    target = device_for(device)
+    target = find_device(device)
     machine = measure_hardware(target, on_progress=on_progress)
     rates = measure_rates(target, on_progress=on_progress or (lambda _message: None))
     # Products have loaded kernels that training loads, too.

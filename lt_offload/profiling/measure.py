@@ -16,27 +16,30 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lt_offload import limits
-from lt_offload.compat.torch import reset_dynamo, tree_flatten, tree_map, tree_unflatten
-from lt_offload.machine.driver import current, device_for
+from lt_offload.arguments import checked, shown
+from lt_offload.compat.torch import reset_dynamo, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lt_offload.errors import ConfigError
+from lt_offload.machine.driver import current, find_device
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import BlockNode, EntryNode, plainly
 from lt_offload.model.compiled import gradients_aside, is_compiled, uncompiled
 from lt_offload.model.location import located, staged
-from lt_offload.model.parts import Cutter, in_parts
+from lt_offload.model.parts import Cutter, check_micro_batches, in_parts
 from lt_offload.model.snapshot import untouched
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.profiling.assemble import Progress
 from lt_offload.profiling.machine import measure_machine
-from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer
+from lt_offload.profiling.optimizer import AnyOptimizer, build_optimizer
 from lt_offload.profiling.step.first import FirstStep, LossWithBlock, Run, find_loss
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile, Profile
 
 
+@checked
 def profile(
     model: nn.Module,
     sample_batch: Any,
     *,
-    optimizer: Optimizer | OptimizerFactory,
+    optimizer: AnyOptimizer,
     device: torch.device | str | None = None,
     hardware: HardwareProfile | None = None,
     updates: OptimizerProfile | None = None,
@@ -56,7 +59,8 @@ def profile(
         model: with its weights, anywhere; its modules are measured in the mode (training or not) they are in.
         sample_batch: of the largest shape that training will see. A mapping is passed as keyword arguments, a tuple or
             list as positional ones.
-        optimizer: the one that will be used, or what makes it from a list of parameters, e.g. ``torch.optim.AdamW``.
+        optimizer: the one that will be used, what makes it from a list of parameters, e.g. ``torch.optim.AdamW``, or
+            a name, as of :func:`lt_offload.profile_config`.
         device: where blocks run; None: CUDA if there is any, otherwise the CPU (for the emulated device).
         hardware: the machine, if it has been measured before; how its lanes slow each other down is not measured then.
         updates: what updates by this optimizer cost, if that has been measured before on this machine.
@@ -71,12 +75,15 @@ def profile(
 
     Raises:
         ModelError: if the model has no block sequence, or calls its blocks in another order or more than once.
-        ConfigError: if there are fewer samples than ``micro_batches``.
+        ConfigError: if there are fewer samples than ``micro_batches``, or there is no such ``optimizer`` or ``device``.
         UnsupportedError: if the model could not be trained exactly; names the block or weight.
         OverBudget: if a GPU has no memory for one block of the batch, or for its loss.
     """
     say = on_progress or (lambda message: None)
-    target = device_for(device)
+    check_micro_batches(micro_batches)
+    if all(leaf is None or isinstance(leaf, int | float) for leaf in tree_leaves(sample_batch)):
+        raise ConfigError(f"sample_batch={shown(sample_batch)} holds no tensor; give a batch as the model takes it")
+    target = find_device(device)
     structure = structure or find_blocks(model, blocks)
     optimizer = build_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
     limits.check("optimizer", limits.Setup(model=model, optimizers=[optimizer]))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
 from lt_offload import limits
+from lt_offload.arguments import shown
 from lt_offload.compat.torch import (
     DataDependentOutputException,
     FakeTensorMode,
@@ -51,6 +52,8 @@ from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
 from lt_offload.units import round_up
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+AnyOptimizer = Optimizer | OptimizerFactory | str
+"""An optimizer, what makes one, or a name in :data:`OPTIMIZERS`."""
 
 _OF_SHAPES = (Muon, Adafactor)
 """Optimizers of torch that take memory by the shape of a matrix: products of its rows, or sums of them."""
@@ -74,13 +77,47 @@ _CODING_SHARE = 0.5
 figures of the cores that there were are in ``results/bench-update.json``."""
 
 
-def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
-    """Return ``optimizer``, made for ``parameters`` by a factory; ``ConfigError`` if there is nothing to train."""
-    if isinstance(optimizer, Optimizer):
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adamw": partial(torch.optim.AdamW, fused=True),
+    "adamw8bit": partial(AdamW, state_dtype="8bit"),
+    "adam": partial(torch.optim.Adam, fused=True),
+    "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
+    "adafactor": Adafactor,
+}
+"""Optimizers that have a name here; any other can be given itself."""
+
+
+def named_optimizer(optimizer: AnyOptimizer) -> Optimizer | OptimizerFactory:
+    """Return ``optimizer``, or what makes the one of that name; ``ConfigError`` if there is none."""
+    if not isinstance(optimizer, str):
         return optimizer
+    if optimizer.lower() not in OPTIMIZERS:
+        raise ConfigError(f"optimizer={optimizer!r} is not known by name; known are {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[optimizer.lower()]
+
+
+def build_optimizer(optimizer: AnyOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
+    """Return ``optimizer``, made for ``parameters`` if it is a name or a factory.
+
+    Raises:
+        ConfigError: if there is nothing to train, no optimizer of that name, or the factory makes none.
+    """
+    factory = named_optimizer(optimizer)
+    if isinstance(factory, Optimizer):
+        return factory
     if not parameters:
         raise ConfigError("the model has no trainable parameter; set requires_grad_(True) on those to be trained")
-    return optimizer(parameters)
+    why = ""
+    try:
+        made = factory(parameters)
+    except TypeError as error:
+        made, why = None, f" ({error})"
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"optimizer={shown(optimizer)} makes no torch.optim.Optimizer of a list of parameters{why}; give "
+            "torch.optim.AdamW, for example, or one that is made already"
+        )
+    return made
 
 
 class UpdateSizes:

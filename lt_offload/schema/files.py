@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict
 
-from lt_offload.errors import PlanError
+from lt_offload.arguments import checked
+from lt_offload.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -70,9 +71,12 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T
         raise PlanError(f"{source} is not a valid {cls.__name__} file: {first_fault(error)}") from None
 
 
+@checked
 def save_json(obj: Any, path: str | Path) -> Path:
     """Write ``obj`` to ``path``, making its folder, and return the path."""
     target = Path(path)
+    if target.is_dir():
+        raise ConfigError(f"path={str(path)!r} is a folder; add the name of a file")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(to_json(obj) + "\n", encoding="utf-8")
     return target
@@ -89,6 +93,7 @@ def _check_numbers(value: Any, where: tuple[str | int, ...]) -> None:
         _check_numbers(one, (*where, key))
 
 
+@checked
 def load_json(
     cls: type[T],
     path: str | Path,

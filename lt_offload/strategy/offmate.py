@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.arguments import checked
 from lt_offload.compat.lightning import adds_up, loaded_checkpoint, skips_backward, trainer_of
 from lt_offload.compat.torch import tree_leaves
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget, ProcessError
@@ -47,8 +48,7 @@ from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named
 from lt_offload.strategy.replan import follow, steps_left
 from lt_offload.strategy.replay import Before
 from lt_offload.strategy.several.facts import facts
-from lt_offload.suggest import naming_options
-from lt_offload.units import Budget, format_bytes
+from lt_offload.units import format_bytes, is_count
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -103,7 +103,7 @@ class OffmateStrategy(Checkpoints):
     strategy_name = STRATEGY_NAME
     namespace = "lightning.pytorch"
 
-    @naming_options
+    @checked
     def __init__(
         self,
         *,
@@ -125,10 +125,10 @@ class OffmateStrategy(Checkpoints):
         async_checkpoint: bool = False,
         report_dir: str | Path | None = None,
     ) -> None:
-        super().__init__(locals() | {"memory": Budget.of(memory)})
-        if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
+        super().__init__(locals())
+        if batch_size not in (None, "auto") and not is_count(batch_size):
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
-        if max_batch_size is not None and (not isinstance(max_batch_size, int) or max_batch_size < 1):
+        if max_batch_size is not None and not is_count(max_batch_size):
             raise ConfigError(f"max_batch_size={max_batch_size!r} must be at least 1, or None: samples per update")
         if max_batch_size is not None and batch_size != "auto":
             raise ConfigError(

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "lt_offload"
 
 LAYERS = (
-    ("errors",),
-    ("units", "resources", "suggest", "nested", "replacing", "yaml_files", "compat"),
+    ("errors", "suggest"),
+    ("arguments", "units", "resources", "nested", "replacing", "yaml_files", "compat"),
     ("schema", "compiling"),
     ("machine", "optim", "distributed"),
     ("model",),

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.vocabulary import has_grown
+from lt_offload.units import dtype_name
 
 KEY = "frozen_base"
 """The key of the left-out tensors in a checkpoint."""
@@ -36,7 +37,7 @@ def describe(tensor: Tensor) -> Description:
         # An odd step, as a power of two would see one column of most matrices only.
         few = flat[:: flat.numel() // _SAMPLES | 1].cpu().contiguous()
         digest = hashlib.sha256(few.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest
+    return dtype_name(tensor.dtype), tuple(tensor.shape), digest
 
 
 def frozen_base(model: Any) -> dict[str, Description]:

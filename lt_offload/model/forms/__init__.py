@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lt_offload.arguments import checked
 from lt_offload.compat.peft import has_adapters
 from lt_offload.errors import ConfigError
 from lt_offload.model.forms.adapters import adapt_stored
@@ -31,6 +32,7 @@ from lt_offload.model.forms.layer import Stored, StoredLinear, pieces_of, put, s
 from lt_offload.model.forms.lossless import Lossless
 from lt_offload.model.forms.mxfp4 import MXFP4
 from lt_offload.model.forms.nf4 import NF4
+from lt_offload.units import dtype_name
 
 FORMS: dict[str, StorageForm] = {form.name: form for form in (NF4(), MXFP4(), FP8(), Int8(), Lossless())}
 
@@ -46,7 +48,8 @@ def form_named(name: object, setting: str = "quantize") -> StorageForm:
     return form
 
 
-def store_weights(model: nn.Module, form: str, *, dtype: torch.dtype | None = None) -> tuple[str, ...]:
+@checked
+def store_weights(model: nn.Module, form: str, *, dtype: str | torch.dtype | None = None) -> tuple[str, ...]:
     """Let the weights of linear layers and of experts in ``model`` be stored in ``form``, frozen, from now on.
 
     Embeddings, the output projection, norms and biases stay as they are, and so do matrices that the form cannot take,
@@ -67,7 +70,8 @@ def store_weights(model: nn.Module, form: str, *, dtype: torch.dtype | None = No
     Args:
         model: with its weights anywhere; also without memory for them (``meta``). A GPU does the work if there is one.
         form: name of the form.
-        dtype: of the numbers before they are stored and after :func:`open_weights`; None: that of each weight.
+        dtype: of the numbers before they are stored and after :func:`open_weights`, as PyTorch has it or by name; None:
+            that of each weight.
 
     Returns:
         The names of the weights that are stored now.
@@ -76,8 +80,10 @@ def store_weights(model: nn.Module, form: str, *, dtype: torch.dtype | None = No
         ConfigError: if there is no such form, its package is not installed, most weights cannot be stored, or the model
             has adapters already.
     """
-    chosen = form_named(form, "form")
-    return tuple(close_weights(model, chosen, check_weights(model, chosen, dtype, "form"), dtype=dtype))
+    chosen, numbers = form_named(form, "form"), getattr(torch, dtype_name(dtype), None)
+    if dtype is not None and not (isinstance(numbers, torch.dtype) and numbers.is_floating_point):
+        raise ConfigError(f"dtype={dtype!r} is no dtype of weights; use 'float32', 'bfloat16' or 'float16'")
+    return tuple(close_weights(model, chosen, check_weights(model, chosen, numbers, "form"), dtype=numbers))
 
 
 def weights_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

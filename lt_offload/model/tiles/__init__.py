@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lt_offload.arguments import checked
 from lt_offload.compat.torch import parameters_of
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.model.compiled import StandIn, cover, is_compiled, kernels_of
@@ -28,16 +29,18 @@ from lt_offload.model.saving import in_tiles, run_in_tiles
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.model.state.generators import drawing, states_for
 from lt_offload.model.tiles.token_wise import modules_of
+from lt_offload.units import is_count
 
 Forward = Callable[..., Tensor]
 
 
 def check_tile_tokens(value: object) -> None:
     """Raise ``ConfigError`` for a value that is no number of tokens, nor None."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+    if value is not None and not is_count(value):
         raise ConfigError(f"tile_tokens={value!r} must be at least 1, for example 4096, or None: tokens per tile")
 
 
+@checked
 def tile_tokens(model: nn.Module, tokens: int | None, *, blocks: str | None = None) -> tuple[str, ...]:
     """Let the parts of ``model`` that treat each token on its own run ``tokens`` at a time, from now on.
 

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
+from lt_offload.arguments import checked
 from lt_offload.errors import PlanError
 from lt_offload.plan.iteration.durations import durations, exchange_s, norm_s
 from lt_offload.plan.iteration.memory import computation_bytes, host_bytes
@@ -33,6 +34,7 @@ _MEASURED = 2
 _ITERATIONS = _WARM_UP + _MEASURED
 
 
+@checked
 def simulate(plan: Plan, profile: Profile) -> Trace:
     """Return the iteration that ``plan`` would do in the steady state on the machine of ``profile``.
 

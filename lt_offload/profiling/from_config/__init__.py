@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adam, AdamW
 
-from lt_offload import optim
+from lt_offload.arguments import checked, shown
 from lt_offload.compat.hugging_face import is_known, one_sequence_per_row
 from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of, reset_dynamo
 from lt_offload.errors import ConfigError, InfeasibleError, first_line
@@ -27,39 +26,38 @@ from lt_offload.model import tiles
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import uncompiled
 from lt_offload.model.forms import form_named, store_weights
+from lt_offload.model.parts import check_micro_batches
 from lt_offload.profiling.assemble import assemble
 from lt_offload.profiling.from_config.compiled import compile_planned
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import ran
 from lt_offload.profiling.meters import Roofline
-from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer, estimate_optimizer
+from lt_offload.profiling.optimizer import (
+    AnyOptimizer,
+    UpdateSizes,
+    build_optimizer,
+    estimate_optimizer,
+    named_optimizer,
+)
 from lt_offload.profiling.step.first import FirstStep
 from lt_offload.resources import is_dir, is_file, shipped_files
 from lt_offload.schema.profile import Contention, HardwareProfile, Profile
-from lt_offload.units import format_bytes
+from lt_offload.units import Budget, dtype_name, format_bytes, is_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "adamw": partial(AdamW, fused=True),
-    "adamw8bit": partial(optim.AdamW, state_dtype="8bit"),
-    "adam": partial(Adam, fused=True),
-    "sgd": partial(SGD, momentum=0.9, fused=True),
-    "adafactor": Adafactor,
-}
-"""Optimizers that have a name here; any other can be given itself."""
 
-
+@checked
 def profile_config(
     config: str | Path | PreTrainedConfig,
     *,
     batch_size: int,
     sequence_length: int,
-    dtype: str = "float32",
-    autocast: str | None = None,
+    dtype: str | torch.dtype = "float32",
+    autocast: str | torch.dtype | None = None,
     hardware: str | Path | HardwareProfile,
-    optimizer: str | OptimizerFactory = "adamw",
+    optimizer: AnyOptimizer = "adamw",
     lora: Mapping[str, Any] | None = None,
     quantize: str | None = None,
     padding: bool = True,
@@ -70,7 +68,7 @@ def profile_config(
     compile_blocks: bool = False,
     prepare: Callable[[nn.Module], nn.Module] | None = None,
     loss: Callable[[nn.Module, dict[str, Tensor]], Tensor] | None = None,
-    host_memory: int | None = None,
+    host_memory: str | int | float | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Return the profile of a causal language model without its weights and without the machine it would run on.
@@ -79,7 +77,7 @@ def profile_config(
         config: a Hugging Face configuration, the name of a shipped one, a JSON file, or a folder with ``config.json``.
         batch_size: sequences per batch.
         sequence_length: tokens per sequence.
-        dtype: of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        dtype: of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``, as text or as PyTorch has it.
         autocast: dtype that operations choose where they can do with less than that of the weights, as under
             ``Trainer(precision="bf16-mixed")``: ``"bfloat16"``; None: they compute in that of the weights.
         hardware: a machine, the name of a shipped description, or a YAML file.
@@ -100,8 +98,8 @@ def profile_config(
             ``torch.compile`` has compiled in this process is forgotten, as by ``profile``.
         prepare: takes the model, on meta, and returns the one that is trained, e.g. with parts of it frozen.
         loss: takes the model and a batch of ``input_ids`` and ``labels``, and returns the loss; None: the model's own.
-        host_memory: RAM in bytes that training may take: what weights and states alone exceed is refused before the
-            model is run. None: any.
+        host_memory: RAM that training may take, ``"32GB"`` or bytes: what weights and states alone exceed is refused
+            before the model is run. None: any.
         on_progress: is told what is being done.
 
     Raises:
@@ -112,6 +110,11 @@ def profile_config(
     """
     say = on_progress or (lambda _message: None)
     machine = hardware if isinstance(hardware, HardwareProfile) else load_hardware(hardware)
+    for setting, count in (("batch_size", batch_size), ("sequence_length", sequence_length)):
+        if not is_count(count):
+            raise ConfigError(f"{setting}={count!r} must be a whole number of at least 1")
+    check_micro_batches(micro_batches)
+    dtype, autocast = dtype_name(dtype), None if autocast is None else dtype_name(autocast)
     for setting, name in (("dtype", dtype), ("autocast", autocast)):
         if name is not None and name not in machine.flops_per_s:
             known = ", ".join(machine.flops_per_s)
@@ -120,9 +123,7 @@ def profile_config(
         form_named(quantize)
     if quantize is not None and lora is None and prepare is None:
         raise ConfigError(f"quantize={quantize!r} needs lora, e.g. {{'r': 8}}, as stored weights are never trained")
-    factory = OPTIMIZERS.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
-    if factory is None:
-        raise ConfigError(f"optimizer={optimizer!r} is not known by name; known are {', '.join(OPTIMIZERS)}")
+    factory, ram = named_optimizer(optimizer), Budget.of(host_memory, setting="host_memory", least=1).nbytes
     model_config = load_model_config(config)
     longest = getattr(model_config, "max_position_embeddings", None)
     if longest is not None and 0 < longest < sequence_length:  # XLNet has -1: any length
@@ -135,8 +136,8 @@ def profile_config(
         structure = find_blocks(model, blocks)
     made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
     sizes = UpdateSizes(made, torch.device("cpu"))
-    if host_memory is not None:
-        _check_ram(structure, sizes, machine, host_memory)
+    if ram is not None:
+        _check_ram(structure, sizes, machine, ram)
     with fakes, ExitStack() as stack:
         if compile_blocks:
             stack.callback(reset_dynamo)
@@ -192,10 +193,12 @@ def _run(model: nn.Module, autocast: str | None, loss: Callable[[nn.Module, Any]
 
 def load_model_config(config: str | Path | PreTrainedConfig) -> PreTrainedConfig:
     """Return a Hugging Face configuration from a shipped name, a JSON file or a folder; or ``ConfigError``."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
-    if not isinstance(config, (str, Path)):
+    if isinstance(config, PreTrainedConfig):
         return config
+    if not isinstance(config, (str, Path)):
+        raise ConfigError(f"config={shown(config)} must be a configuration of transformers, a name or a path")
     shipped = shipped_files("configs/models", ".json")
     path = shipped.get(str(config), Path(config))
     path = path / "config.json" if is_dir(path) else path
@@ -266,7 +269,7 @@ def _with_lora(model: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
         warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match any targeted module")
         try:
             adapted: nn.Module = get_peft_model(model, LoraConfig(**arguments), low_cpu_mem_usage=True)
-        except ValueError as error:  # no layer has one of the names
+        except (ValueError, TypeError) as error:  # no layer has one of the names, or peft no such argument
             raise ConfigError(f"lora={dict(arguments)!r}: {first_line(error)}") from None
     return adapted
 

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lt_offload.compat.torch import Operation, lower_graphs, packet_of, schema_of
 from lt_offload.model.blocks import Structure
+from lt_offload.units import dtype_name
 
 _library = torch.library.Library("lt_offload", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -111,7 +112,7 @@ def written_as(tensor: Tensor) -> list[Any]:
     return [
         [int(size) for size in tensor.shape],
         [int(step) for step in tensor.stride()],
-        str(tensor.dtype).removeprefix("torch."),
+        dtype_name(tensor.dtype),
     ]
 
 

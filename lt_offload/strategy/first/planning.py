@@ -104,7 +104,8 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
     """Return the settings of plans among the ``options`` of a strategy or ``hf_trainer``, all checked."""
     check_micro_batches(options["micro_batches"], auto=True)
     check_tile_tokens(options["tile_tokens"])
-    return Settings.among({**options, "host_memory": Budget.of(options["host_memory"], setting="host_memory")})
+    budgets = {name: Budget.of(options[name], setting=name) for name in ("memory", "host_memory")}
+    return Settings.among({**options, **budgets})
 
 
 class Planning(Processes):

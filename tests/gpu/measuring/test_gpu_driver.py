@@ -95,8 +95,8 @@ def test_a_full_card_is_no_refusal(device: torch.device, occupied: Callable[[int
 
 
 def test_the_current_gpu_is_taken_where_none_is_named(device: torch.device) -> None:
-    assert driver.device_for(None) == driver.device_for("cuda") == device
-    assert driver.device_for("cpu").type == "cpu"
+    assert driver.find_device(None) == driver.find_device("cuda") == device
+    assert driver.find_device("cpu").type == "cpu"
     with driver.current(device):
         assert torch.cuda.current_device() == device.index
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lt_offload.errors import ConfigError
-from lt_offload.execute import find_device, open_device
+from lt_offload.execute import open_device
 from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.machine.driver import find_device
 
 
 @pytest.fixture

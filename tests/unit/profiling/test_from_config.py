@@ -68,6 +68,17 @@ def test_what_a_token_costs_is_counted_as_palm_does() -> None:
     assert flops_per_token(staged, 12) == product_flops_per_token(staged)
 
 
+def test_dtypes_and_optimizers_are_taken_as_pytorch_has_them_and_by_name() -> None:
+    model = models.build("llama")
+    by_name = fake(model.config, dtype="bfloat16", autocast="float16", host_memory="40GB")
+    assert fake(model.config, dtype=torch.bfloat16, autocast=torch.float16, host_memory=40 * 10**9) == by_name
+    arguments: dict[str, Any] = {"device": "cpu", "hardware": load_hardware("rtx-3060")}
+    for optimizer in ("AdamW", FUSED, FUSED(model.parameters())):
+        found = profile(model, models.batch(model), optimizer=optimizer, **arguments)
+        assert found.optimizer.name == "AdamW"
+        assert found.tensors == real(model).tensors
+
+
 def layers_of_smollm2() -> Any:
     """The configuration of a model large enough for a processor's speed to count, with few layers."""
     config = load_model_config("smollm2-135m")
