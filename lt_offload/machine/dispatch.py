@@ -48,26 +48,15 @@ from lt_offload.machine.replaced import Replaced
 
 def writes(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -> bool:
     """Return whether operation ``func`` writes its argument number ``position``, counted over args and kwargs."""
-    if not schema_of(func).is_mutable:
+    schema = schema_of(func)
+    if not schema.is_mutable:
         return False
-    argument = _argument(func, position, positional, kwargs)
-    written: bool = argument.alias_info is not None and argument.alias_info.is_write
-    # A fused update writes gradients only if it has to divide them by a scale, and its schema cannot say so.
-    return written and (argument.name != "grads" or kwargs.get("grad_scale") is not None)
-
-
-def reads(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -> bool:
-    """Return whether operation ``func`` reads its argument number ``position``, as it does all but ``out=``."""
-    argument = _argument(func, position, positional, kwargs)
-    return not argument.is_out and argument.name != "out"  # an operation of ours has its result for first argument
-
-
-def _argument(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -> Any:
-    arguments = schema_of(func).arguments
     if position < positional:
-        return arguments[position]
-    name = list(kwargs)[position - positional]
-    return next(argument for argument in arguments if argument.name == name)
+        argument = schema.arguments[position]
+    else:
+        name = list(kwargs)[position - positional]
+        argument = next(a for a in schema.arguments if a.name == name)
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 _PARTICULAR = frozenset(map(id, (*FAST_PATHS, *ASKING)))

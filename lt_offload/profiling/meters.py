@@ -22,7 +22,7 @@ from lt_offload.compat.torch import (
 )
 from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account, tensors_in, workspace
-from lt_offload.machine.dispatch import OperationMode, reads, repeats, writes
+from lt_offload.machine.dispatch import OperationMode, repeats, writes
 from lt_offload.machine.driver import occupy
 from lt_offload.schema.profile import HardwareProfile
 
@@ -137,9 +137,12 @@ class Roofline(OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation (on fake tensors: only its shapes) and count it."""
         out = _result(func, args, kwargs or {})
-        read, written = _traffic(func, args, kwargs or {}, out)
+        read = list(tensors_in((args, kwargs or {})))
+        written = _written(func, args, kwargs or {}, read, out)
         # A view costs nothing, and neither does memory without numbers: no kernel runs for it.
         if written and func not in _ALLOCATE:
+            filled = _filled(func, args)
+            read = [tensor for tensor in read if tensor is not filled]
             if func in _GATHERS:  # reads as many rows of its table as it returns
                 read = [*read[1:], *written]
             traffic = sum(tensor.nbytes for tensor in (*read, *written))
@@ -228,16 +231,20 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return left.new_empty((*parts, left.shape[-2], right.shape[-1]), dtype=kwargs.get("out_dtype") or left.dtype)
 
 
-def _traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operation reads and those that it writes: none if its results are views."""
-    read, written, known = list[Tensor](), list[Tensor](), set[int]()
-    for position, argument in enumerate((*args, *kwargs.values())):
-        tensors = list(tensors_in([argument]))
-        known.update(address_of(tensor.untyped_storage()) for tensor in tensors)
-        read += tensors if reads(func, position, len(args), kwargs) else []
-        written += tensors if writes(func, position, len(args), kwargs) else []
-    made = [tensor for tensor in tensors_in(out) if address_of(tensor.untyped_storage()) not in known]
-    return read, written + made
+def _filled(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return the tensor that an operation of ours is given for its result, and does not read; None if there is none."""
+    arguments = schema_of(func).arguments
+    return args[0] if args and arguments and arguments[0].name == "out" else None
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: list[Tensor], out: Any) -> list[Tensor]:
+    """Return the tensors that an operation writes; none if its results are views of its arguments."""
+    results = list(tensors_in(out))
+    if schema_of(func).is_mutable:
+        arguments = enumerate((*args, *kwargs.values()))
+        return results or [*tensors_in([one for place, one in arguments if writes(func, place, len(args), kwargs)])]
+    known = {address_of(tensor.untyped_storage()) for tensor in read}
+    return [tensor for tensor in results if address_of(tensor.untyped_storage()) not in known]
 
 
 class Watch:
