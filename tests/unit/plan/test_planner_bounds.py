@@ -5,6 +5,7 @@ The bound is high enough where memory is short, and found after a plan.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +13,12 @@ import pytest
 
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, simulate, solve
+from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.iteration.memory import budget_for
 from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.offmate.program import lower_bound
+from lt_offload.plan.planners.offmate.solution import Group
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import BlockProfile, Contention, Profile, ReadProfile, TensorProfile, ZeroCopyProfile
 from tests import sampling
@@ -127,6 +132,29 @@ def test_no_decisions_beat_the_bound_in_as_little_memory_as_they_need(seed: int)
         assert bound_s(profile, plan) <= plan.predicted.iteration_s * (1 + 1e-6)
 
 
+def updated_by_host(profile: Profile, room: int) -> Iterator[tuple[Group, float]]:
+    """Yield groups with their part that programs leave to the host, where plans have ``room`` bytes on the device."""
+    config = OffmateConfig(budget_bytes=budget_for(room, profile), optimistic=True)
+    for terms in LinearProgram(profile, config).terms:
+        if not isinstance(terms.host_share, float):
+            yield terms.group, terms.host_share.lowBound
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_programs_leave_to_the_host_what_the_device_has_no_room_to_update(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = tiny_profile(rng, 2 + seed % 3)
+    for decisions in (random_decisions(rng, profile) for _ in range(DECISIONS)):
+        for group, share in updated_by_host(profile, Sets(decisions, profile).least_room):
+            there = [t for t in group.tensors if decisions.tensors[t].place in ("device", "paged")]
+            assert share <= 1 - sum(profile.tensors[t].bytes for t in there) / group.trainable_bytes + 1e-9
+    trained = (t for t in profile.tensors if t.trainable)
+    largest = max(trained, key=lambda t: t.bytes + t.state_bytes)
+    for group, share in updated_by_host(profile, largest.bytes + largest.state_bytes - 1):
+        if group.blocks == largest.blocks:
+            assert share >= largest.bytes / group.trainable_bytes
+
+
 LAYERS = 8
 LEAVES = 1.0
 """GB that each block of :func:`offloading` sends to the host."""
@@ -165,3 +193,17 @@ def test_what_waits_for_the_link_takes_room(room: int) -> None:
     # With more memory nothing has to wait.
     plenty = solve(profile, memory=int(9.9 * GB), host_memory=int(64 * GB))
     assert plenty.predicted.lower_bound_s < plan.predicted.lower_bound_s
+
+
+def test_a_table_is_updated_in_one_place_by_the_bound() -> None:
+    """A part of the tied table has room for its states, but not all: the host updates it while the device waits."""
+    blocks = [replace(block, options=(option("keep", 0.1, 0.2, 0.01, 0, 0, 0),)) for block in offloading().blocks]
+    table = tensor("table", (250_000, 1000), 0, LAYERS + 1)  # 1 GB, and 2 GB of states
+    profile = replace(offloading(), tensors=(table,), blocks=tuple(blocks))
+    # At the end, two gradients are there besides.
+    short, enough = (solve(profile, memory=int(n * GB), host_memory=int(64 * GB)) for n in (4.8, 5.5))
+    assert (short.update_places, enough.update_places) == (("host",), ("device",))
+    waits = 2 / LINK + table.bytes / profile.optimizer.host_bytes_per_s
+    assert short.predicted.lower_bound_s >= (1 - 1e-3) * (0.3 * len(blocks) + waits)
+    assert short.predicted.gap < 1e-3
+    assert enough.predicted.lower_bound_s < short.predicted.lower_bound_s - waits / 2
