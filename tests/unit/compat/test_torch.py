@@ -161,6 +161,22 @@ def fast_paths() -> None:
     assert [one for one in found if one in compat.FAST_PATHS] == list(compat.FAST_PATHS)
 
 
+@check("gradients computed in another way within a dispatch mode", "ASKING", "ASKING_NODES")
+def asking() -> None:
+    operations: list[Any] = []
+
+    class Noting(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, mask, fill = torch.ones(2, requires_grad=True), torch.tensor([True, False]), torch.ones((), requires_grad=True)
+    with Noting():
+        made = [x.prod(), x.prod(0), x.masked_fill(mask, fill), (x * 1).masked_fill_(mask, fill)]
+    assert [one for one in operations if one in compat.ASKING] == list(compat.ASKING)
+    assert all(out.grad_fn is not None and out.grad_fn.name().startswith(compat.ASKING_NODES) for out in made)
+
+
 @check(
     "function modes, in their order", "function_modes", "push_function_mode", "pop_function_mode", "all_function_modes",
     "DisableTorchFunction", "DeviceContext",
