@@ -89,6 +89,7 @@ class Account(OperationMode):
         """High-water mark of ``current`` since ``reset_peak``."""
         self._serial = 0
         self._timeline: list[tuple[int, int]] | None = [] if timeline else None
+        self._hide: list[Callable[[], None]] = []
 
     @property
     def current(self) -> int:
@@ -144,11 +145,12 @@ class Account(OperationMode):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        show_buffers(True)
+        # A stack, as an account may be entered again while it is in place.
+        self._hide.append(show_buffers())
         return self
 
     def __exit__(self, *error: Any) -> None:
-        show_buffers(False)
+        self._hide.pop()()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

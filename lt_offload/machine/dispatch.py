@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -43,7 +42,6 @@ from lt_offload.compat.torch import (
     schema_of,
     skip_in_dynamo,
 )
-from lt_offload.machine.replaced import Replaced
 
 
 def writes(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -> bool:
@@ -105,22 +103,26 @@ def _run_without_modes(node: Any) -> None:
     node.register_hook(lambda *_: aside.close())
 
 
-_repeats: ContextVar[int] = ContextVar("repeats", default=1)
+class _Standing(threading.local):
+    count = 1
+
+
+_repeats = _Standing()
 
 
 @contextmanager
 def repeated(times: int) -> Iterator[None]:
     """Let what runs within the context stand for so many runs of the same, one after the other, in a count of work."""
-    before = _repeats.set(_repeats.get() * times)
+    before, _repeats.count = _repeats.count, _repeats.count * times
     try:
         yield
     finally:
-        _repeats.reset(before)
+        _repeats.count = before
 
 
 def repeats() -> int:
     """Return how many runs what runs now stands for."""
-    return _repeats.get()
+    return _repeats.count
 
 
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -164,15 +166,23 @@ _SHOWN = {device: _empty_strided_on(device) for device in compiled_allocations}
 _watchers = 0
 
 
-def show_buffers(on: bool) -> None:
-    """Let dispatch modes see the buffers that compiled code makes for itself, until all who have asked take it back.
+def show_buffers() -> Callable[[], None]:
+    """Let dispatch modes see the buffers that compiled code makes for itself; return a function that ends it.
 
     Generated code calls allocation functions of its own, which no dispatch mode sees: those are replaced.
     """
     global _watchers
-    _watchers += 1 if on else -1
-    if _watchers == int(on):
-        allocate_compiled_with(_SHOWN if on else compiled_allocations)
+    _watchers += 1
+    if _watchers == 1:
+        allocate_compiled_with(_SHOWN)
+
+    def undo() -> None:
+        global _watchers
+        _watchers -= 1
+        if _watchers == 0:
+            allocate_compiled_with(compiled_allocations)
+
+    return undo
 
 
 class OperationLog(OperationMode):
@@ -242,14 +252,32 @@ class WatchingMode(TorchFunctionMode):
     def place(self, above: int = 0) -> None:
         """Begin to see calls, below the ``above`` modes on top."""
         FUNCTION_MODES.insert(self, above)
-        _ANSWER.begin()
+        _count(1)
 
     def lift(self) -> int | None:
         """End it; return how many modes were above this one, None if it was not in place."""
         above = FUNCTION_MODES.lift(self)
         if above is not None:
-            _ANSWER.end()
+            _count(-1)
         return above
+
+
+_OVERRIDES, _ASKED = vars(torch.overrides), "has_torch_function"
+_original: Callable[[Any], bool] = _OVERRIDES[_ASKED]
+_changing = threading.Lock()
+_placed = 0
+"""Watching modes that are in place, in all threads."""
+
+
+def _count(change: int) -> None:
+    global _original, _placed
+    with _changing:
+        _placed += change
+        if _placed and _OVERRIDES[_ASKED] is not _has_torch_function:
+            _original, _OVERRIDES[_ASKED] = _OVERRIDES[_ASKED], _has_torch_function
+        # Who has put another function in place of ours keeps it, and calls ours, which answers as the original.
+        elif not _placed and _OVERRIDES[_ASKED] is _has_torch_function:
+            _OVERRIDES[_ASKED] = _original
 
 
 def _has_torch_function(relevant_args: Any) -> bool:
@@ -259,13 +287,9 @@ def _has_torch_function(relevant_args: Any) -> bool:
     for mode in reversed(others):
         FUNCTION_MODES.push(mode)
     try:
-        answer: bool = _ANSWER.original(relevant_args)
-        return answer
+        return _original(relevant_args)
     finally:
         for _ in others:
             FUNCTION_MODES.pop()
         for mode in reversed(modes):
             FUNCTION_MODES.push(mode)
-
-
-_ANSWER = Replaced(lambda: torch.overrides, "has_torch_function", lambda _: _has_torch_function)

@@ -115,8 +115,11 @@ class HostMemory:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised contiguous tensor."""
-        _, [tensor] = self.group([(shape, dtype)])
-        return tensor
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        pages, start = self._take(nbytes)
+        return self._tensor(pages, start, shape, dtype)
 
     def group(self, members: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the bytes of uninitialised (shape, dtype) side by side, each at an ``ALIGNMENT``, and the tensors."""

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Replaced:
-    """An attribute that is another one, made of the original, while anybody in any thread has begun and not ended."""
+    """An attribute that is another one, made of the original, while a context is open anywhere, in any thread."""
 
     def __init__(self, owner: Callable[[], Any], name: str, make: Callable[[Any], Any]) -> None:
         self._owner, self._name, self._make = owner, name, make
@@ -20,29 +20,21 @@ class Replaced:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let the attribute be the other one within the context."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
-
-    def begin(self) -> None:
-        """Let the attribute be the other one."""
+        owner = self._owner()
         with self._changing:
             if not self._open:
-                owner = self._owner()
                 self.original = getattr(owner, self._name)
                 self._present = self._make(self.original)
                 setattr(owner, self._name, self._present)
             self._open += 1
-
-    def end(self) -> None:
-        """End what was begun; the last one to do so puts the original back."""
-        with self._changing:
-            self._open -= 1
-            # If somebody has put another one in front of ours meanwhile, it stays: ours does nothing by then.
-            if not self._open and getattr(owner := self._owner(), self._name) is self._present:
-                setattr(owner, self._name, self.original)
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._open -= 1
+                # If somebody has put another one in front of ours meanwhile, it stays: ours does nothing by then.
+                if not self._open and getattr(owner, self._name) is self._present:
+                    setattr(owner, self._name, self.original)
 
 
 @contextmanager

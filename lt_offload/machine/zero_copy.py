@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,10 +25,7 @@ def zero_copy_view(host: Tensor, device: torch.device) -> Tensor:
     if host.numel() == 0:
         return torch.empty(host.shape, dtype=host.dtype, device=device)
     pointer = _device_pointer(host.data_ptr())
-    # As torch takes it, bytes, for want of a bfloat16; the storage that it makes keeps this alive, and so the memory.
-    described = {"shape": (host.nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 2}
-    memory = SimpleNamespace(host=host, __cuda_array_interface__=described)
-    seen: Tensor = torch.as_tensor(memory, device=device)
+    seen: Tensor = torch.as_tensor(_Memory(host, pointer), device=device)
     # A silent copy would take device memory, and show nothing that the host writes later.
     if seen.data_ptr() != pointer:
         raise UnsupportedError("torch copied the memory instead of using it where it is")
@@ -116,6 +112,20 @@ def _wrong_kernel(view_of: Callable[[Tensor], Tensor], host: Tensor, synchronize
     seen.copy_(near * 2)
     synchronize()
     return "" if torch.equal(host, written * 2) else "what is copied there does not arrive"
+
+
+class _Memory:
+    """Host memory as :func:`torch.as_tensor` takes it, kept alive; bytes, for want of a bfloat16."""
+
+    def __init__(self, host: Tensor, pointer: int) -> None:
+        self.host = host
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (host.nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 2,
+        }
 
 
 def _device_pointer(address: int) -> int:

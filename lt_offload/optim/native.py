@@ -67,22 +67,28 @@ _STEPS = np.dtype(
 """The same: numbers."""
 
 
-_COMMON = np.dtype(
-    [(name, "f4") for name in ("keep", "decay", "weight1", "beta2", "weight2", "eps", "scale")]
-    + [(name, "u8") for name in ("maps", "root", "limit", "mode", "corrects")],
-    align=True,
-)
-"""The same for all tensors of a call: numbers, and addresses of what follows from no option."""
+class _Map(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_float * 16) for name in ("unit", "less", "ratio", "bounds")]
+
+    @classmethod
+    def of(cls, ladder: blockwise.Ladder) -> _Map:
+        rows = (ladder.unit, ladder.less, ladder.ratio, ladder.bounds)
+        return cls(*((ctypes.c_float * 16)(*row.tolist()) for row in rows))
 
 
-def _maps() -> Numbers:
-    """Return the constants of eight bits with a sign and without, in rows of 16."""
-    maps = np.zeros((2, 4, 16), np.float32)
-    for rows, signed in zip(maps, (True, False), strict=True):
-        ladder = blockwise.ladder(signed)
-        for row, values in zip(rows, (ladder.unit, ladder.less, ladder.ratio, ladder.bounds), strict=True):
-            row[: len(values)] = values
-    return maps
+class _Maps(ctypes.Structure):
+    _fields_ = [("with_sign", _Map), ("without", _Map)]
+
+
+class _KernelCommon(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_float) for name in ("keep", "decay", "weight1", "beta2", "weight2", "eps", "scale")),
+        ("maps", ctypes.c_void_p),
+        ("root", ctypes.c_void_p),
+        ("limit", ctypes.c_void_p),
+        ("mode", ctypes.c_int64),
+        ("corrects", ctypes.c_int64),
+    ]
 
 
 class Kernel:
@@ -93,7 +99,7 @@ class Kernel:
         self._run = load(library, Path(torch.__file__).parent).lt_offload_adamw  # lets go of the interpreter lock
         self._run.restype = None
         self._run.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4, *[ctypes.c_int] * 4]
-        self._maps = _maps()
+        self._maps = _Maps(*(_Map.of(blockwise.ladder(signed)) for signed in (True, False)))
         self._root, self._limit = _library_root()
         self.unlike: set[Kind] = set()
         """Kinds of updates that are not as torch does them here."""
@@ -169,35 +175,38 @@ class Kernel:
     def _update(
         self, sizes: Numbers, arrays: Numbers, steps: Numbers, kind: Kind, options: Options, threads: int = 0
     ) -> None:
-        keep, decay = 1 - float(options.lr) * options.weight_decay, options.weight_decay
-        numbers = (
-            *((keep, 0) if options.decoupled else (1, decay)),
-            1 - options.beta1,
-            options.beta2,
-            1 - options.beta2,
-            options.eps,
-            (-1 if options.maximize else 1) * float(options.grad_scale),
+        common = _KernelCommon(
+            keep=1 - float(options.lr) * options.weight_decay if options.decoupled else 1,
+            decay=0 if options.decoupled else options.weight_decay,
+            weight1=1 - options.beta1,
+            beta2=options.beta2,
+            weight2=1 - options.beta2,
+            eps=options.eps,
+            scale=(-1 if options.maximize else 1) * float(options.grad_scale),
+            maps=ctypes.addressof(self._maps),
+            root=self._root if kind == (0, _OWN, _EACH) else None,
+            limit=self._limit,
+            mode=_MODE,
+            corrects=self.corrects,
         )
-        root = self._root if kind == (0, _OWN, _EACH) else 0
-        common = np.array((*numbers, self._maps.ctypes.data, root, self._limit, _MODE, self.corrects), dtype=_COMMON)
-        tables = (table.ctypes.data for table in (sizes, arrays, steps, common))
-        self._run(len(sizes), *tables, *kind, threads or torch.get_num_threads())
+        tables = (table.ctypes.data for table in (sizes, arrays, steps))
+        self._run(len(sizes), *tables, ctypes.byref(common), *kind, threads or torch.get_num_threads())
 
 
-def _library_root() -> tuple[int, int]:
+def _library_root() -> tuple[int | None, int | None]:
     """Return the addresses of the root that torch takes of fp32 tensors, and of what limits its threads.
 
-    MKL's is not always the number that is nearest; it would use threads for some hundred numbers. 0: it is the
+    MKL's is not always the number that is nearest; it would use threads for some hundred numbers. None: it is the
     processor's.
     """
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        return 0, 0
+        return None, None
     try:
         library = ctypes.CDLL(LIBRARY)
         functions = library.vmsSqrt, library.MKL_Set_Num_Threads_Local
     except (OSError, AttributeError):
-        return 0, 0
-    root, limit = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+        return None, None
+    root, limit = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
     return root, limit
 
 
@@ -229,19 +238,16 @@ def left_out() -> Iterator[None]:
         _left_out.pop()
 
 
-def _kernel_of(kind: Kind | None) -> Kernel | None:
-    compiled = kernel() if kind is not None and not _left_out else None
-    return None if compiled is None or kind in compiled.unlike else compiled
-
-
 def takes(entry: Entry, options: Options) -> bool:
     """Return whether there is a kernel for an update like this one."""
-    return _kernel_of(Kernel.kind(entry, options)) is not None
+    kind = Kernel.kind(entry, options)
+    compiled = kernel() if kind is not None and not _left_out else None
+    return compiled is not None and kind not in compiled.unlike
 
 
 def update_ranges(entry: Entry, ranges: Sequence[tuple[int, int, int]], options: Options) -> bool:
     """Update parts of ``entry`` as :meth:`Kernel.update_ranges` does; return whether there is a kernel for it."""
-    compiled = None if entry.in_blocks else _kernel_of(Kernel.kind(entry, options))
+    compiled = kernel() if not entry.in_blocks and takes(entry, options) else None
     if compiled is None:
         return False
     compiled.update_ranges(entry, ranges, options)
@@ -253,8 +259,13 @@ def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
     kinds: defaultdict[Kind | None, list[Entry]] = defaultdict(list)
     for entry in entries:
         kinds[Kernel.kind(entry, options)].append(entry)
-    rest = [entry for kind, alike in kinds.items() if _kernel_of(kind) is None for entry in alike]
-    for alike in (alike for kind, alike in kinds.items() if _kernel_of(kind) is not None):
+    rest = kinds.pop(None, [])
+    compiled = kernel() if kinds and not _left_out else None
+    if compiled is None:
+        return list(entries)
+    for kind in compiled.unlike:
+        rest += kinds.pop(kind, [])
+    for alike in kinds.values():
         number = next(_numbers)
         _updates[number] = alike, options
         grads = [entry.grad for entry in alike]

@@ -103,11 +103,16 @@ def converted(
     entry: Entry, convert: Callable[[Tensor], Tensor], scales: Callable[[Tensor], Tensor] | None = None
 ) -> Entry:
     """Return ``entry`` with other tensors: what ``convert`` makes of each, and ``scales``, if given, of the scales."""
-    changed: dict[str, Any] = {}
-    for name, value in zip(Entry.__annotations__, entry, strict=True):
-        if isinstance(value, Tensor):
-            changed[name] = (scales if scales is not None and name.endswith("_scale") else convert)(value)
-    return entry._replace(**changed)
+    scale = scales or convert
+    return entry._replace(
+        exp_avg_scale=None if entry.exp_avg_scale is None else scale(entry.exp_avg_scale),
+        exp_avg_sq_scale=None if entry.exp_avg_sq_scale is None else scale(entry.exp_avg_sq_scale),
+        param=convert(entry.param),
+        grad=convert(entry.grad),
+        master=None if entry.master is None else convert(entry.master),
+        exp_avg=convert(entry.exp_avg),
+        exp_avg_sq=convert(entry.exp_avg_sq),
+    )
 
 
 def with_moments(entry: Entry, dtype: torch.dtype) -> Entry:

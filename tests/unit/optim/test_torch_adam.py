@@ -249,7 +249,7 @@ def test_the_engine_updates_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_where_roots_are_not_torchs_it_updates_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what takes them: without the library of torch, fp32 weights whose operations are rounded one by one."""
-    monkeypatch.setattr(native, "_library_root", lambda: (0, 0))
+    monkeypatch.setattr(native, "_library_root", lambda: (None, None))
     native.kernel.cache_clear()
     try:
         found = native.kernel()
