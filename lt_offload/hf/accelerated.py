@@ -175,6 +175,8 @@ class Loop(Training):
         self._watching = False
         self._around = ExitStack()
         """Lets calls of the model begin nothing any more."""
+        self._beside: Loop | None = None
+        """The loop beside which this one was refused; in a notebook nobody may have a name for it any more."""
         self.adapt(accelerator)
         for name in ("end_training", "free_memory"):
             vars(accelerator)[name] = self._closing(getattr(accelerator, name))
@@ -299,6 +301,7 @@ class Loop(Training):
                     "both in one"
                 )
             if (other := _running.setdefault(self._thread, self)) is not self:
+                self._beside = other
                 raise limits.SEVERAL_TRAIN.error(f"{type(self.model).__name__} beside {type(other.model).__name__}")
             self.began = True
         with self._in_memory("a call"):
@@ -360,6 +363,9 @@ class Loop(Training):
     def _closing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def closed(*args: Any, **kwargs: Any) -> Any:
+            if self._beside is not None:
+                self._beside.close()
+                self._beside = None
             self.close()
             return original(*args, **kwargs)
 

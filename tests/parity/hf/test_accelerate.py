@@ -147,6 +147,17 @@ def test_another_model_may_follow() -> None:
     assert [*map(float, after)] == [*map(float, before)]
 
 
+def test_cells_of_a_notebook_that_run_again_without_an_end() -> None:
+    before = loop_of(*prepared())
+    accelerator, model, optimizer = prepared()  # what the loop before went by has no name any more
+    with pytest.raises(UnsupportedError, match="one after another with accelerator.end_training"):
+        model(**rows()[0])
+    accelerator.end_training()
+    after = loop_of(accelerator, *accelerator.prepare(model, optimizer))
+    accelerator.end_training()
+    assert [*map(float, after)] == [*map(float, before)]
+
+
 @pytest.mark.parametrize("by_value", [False, True])
 @pytest.mark.parametrize("count", [None, 5])
 def test_partial_sums_and_some_of_the_weights_are_clipped(count: int | None, by_value: bool) -> None:
