@@ -215,7 +215,7 @@ def test_the_command_in_the_header_plans_the_recipe(
     assert plan.predicted.device_peak_bytes <= plan.budget_bytes
     assert plan.predicted.host_peak_bytes <= ram
     assert brief(plan) in captured.out
-    again = headers.figures_of(plan)
+    again = headers.figures_of(plan) | headers.shown_of(plan)
     assert [again[key] for key in ("samples", "sequence_length")] == [figures["samples"], figures["sequence_length"]]
     assert again["no_offload_s"] == pytest.approx(figures["no_offload_s"], rel=1e-6)
     assert 0.85 * figures["iteration_s"] <= again["iteration_s"] <= 1.6 * figures["iteration_s"]

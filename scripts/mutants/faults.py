@@ -421,8 +421,8 @@ AROUND = (
     mutant(
         "the trial's logs are the run's",
         SAMPLE,
-        "        vars(module).update(silenced)\n",
-        "",
+        '        for name in ("log", "log_dict"):\n',
+        "        for name in ():\n",
         "unit/strategy/test_sample.py",
     ),
     mutant(
