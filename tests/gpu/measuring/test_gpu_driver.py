@@ -101,6 +101,17 @@ def test_the_current_gpu_is_taken_where_none_is_named(device: torch.device) -> N
         assert torch.cuda.current_device() == device.index
 
 
+def test_what_is_no_gpu_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="device='gpu' is not known; 'auto', 'cuda', 'cuda:1' and 'cpu' are"):
+        driver.find_device("gpu")
+    with pytest.raises(ConfigError, match=r"device='cuda:99': torch finds \d+ GPUs?, the first is cuda:0"):
+        driver.find_device("cuda:99")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(ConfigError, match="device='cuda': torch finds no GPU here; device='cpu' carries"):
+            driver.find_device("cuda")
+
+
 def test_the_context_is_the_same_whoever_asks_and_however_often(device: torch.device) -> None:
     first = driver.context_bytes(device)
     held = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
