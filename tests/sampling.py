@@ -59,12 +59,12 @@ ON_THE_FAKE_GPU = {
 FEW_ON_THE_FAKE_GPU = ON_THE_FAKE_GPU | {"gpu": 8, "gpu/engine": 3, "gpu/measuring": 3}
 """The same with ``--few``."""
 TESTS = {
-    "parity": 2,
+    "parity": 3,
     "parity/test_beside_backward.py": 1,
     "parity/windows/test_norms.py": 1,
     "parity/windows/test_windows.py": 1,
 }
-FEW_TESTS = {"gpu/loops": 4, "gpu/users": 4, "gpu/measuring": 2, "gpu/engine": 2}
+FEW_TESTS = {"gpu/loops": 8, "gpu/users": 8, "gpu/measuring": 4, "gpu/engine": 4}
 """One test in so many of each file there is run, and at least one; and of them on the fake GPU, with ``--few``."""
 NOT_WITH_FEW = "gpu/loops/test_cli.py"
 """What is left out with ``--few``: whole runs of the command line, twenty seconds each."""
