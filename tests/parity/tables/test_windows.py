@@ -370,7 +370,7 @@ def test_the_planner_takes_two_parts_also_where_the_next_iteration_fetches_the_t
     whole = make_plan(
         replace(found, tensors=tuple(replace(t, lookup_bytes=0) for t in found.tensors)), Settings(memory=budget)
     )
-    assert plan.predicted.iteration_s < 0.95 * whole.predicted.iteration_s
+    assert plan.predicted.iteration_s < 0.9 * whole.predicted.iteration_s
     rows = {op.id for op in plan.ops if op.updates_on_host and op.rows == "looked up"}
     (fetch,) = (op for op in plan.ops if op.kind == "prefetch" and table in plan.tensors(op))
     assert fetch.step < len(plan.options)
