@@ -18,8 +18,8 @@ to the host and ``OP`` updated there, of Wg (4); ``Time`` of a step (2).
 - C4  the states of the device's share are resident in the update step, and nothing of the host's share afterwards (6).
 - C5  what is not resident has a current host copy, made in a strictly earlier step (7 and 8 sum up to t, too late).
   Frozen parameters always have one.
-- C6  the host's share: all its gradients are copied, all of it is updated (12). In bounds, tensors that the device never
-  has room to update are in it.
+- C6  the host's share: all its gradients are copied, all of it is updated (12). In bounds, tensors that the device
+  never has room to update are in it.
 - C7  the host updates only what arrived in an earlier step (12).
 - C8  what the host has still to update is neither resident nor prefetched before the forward (11, 13).
 - C9  device memory in every step (14-17), with gradients, update scratch and workspaces, which the paper's program
@@ -373,7 +373,7 @@ class LinearProgram:
         """Have the host update what the device never has the room to update.
 
         A part of a tensor may find room there, but a plan updates a tensor in one place, with all its states beside it.
-        Programs for plans do without: rounded, they gave better plans about as often as worse ones.
+        Programs for plans do without: rounded, they are better in some cases and worse in others.
         """
         if self.config.budget_bytes is None or isinstance(v.host_share, float):
             return
