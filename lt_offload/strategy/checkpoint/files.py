@@ -11,6 +11,7 @@ import fcntl
 import os
 import pickle
 import stat
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -51,16 +52,14 @@ _VERSION_AS_LOADED = 1
 
 
 def prepare(folder: Path) -> None:
-    """Check that ``folder`` can be written to, else ``CheckpointError``; remove partial checkpoints of killed runs."""
-    probe = folder / f".{os.getpid()}{SUFFIX}"
-    absent = [path for path in (folder, *folder.parents) if not path.exists()]
-    with explaining(folder / "*"):
-        folder.mkdir(parents=True, exist_ok=True)
-        # Only a trial shows it: the permissions of a folder on a read-only disk may allow writing.
-        probe.touch()
-        probe.unlink()
-        for path in absent:  # whoever saves something makes them
-            path.rmdir()
+    """Check that ``folder`` can be written to, or made, else ``CheckpointError``; remove parts that killed runs left.
+
+    Nothing is made, as other runs may begin or end in the same folder.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    # Only a trial shows it: the permissions of a folder on a read-only disk may allow writing.
+    with explaining(folder / "*"), tempfile.TemporaryFile(dir=nearest):
+        pass
     for leftover in folder.glob(f".*{SUFFIX}"):
         with suppress(FileNotFoundError):  # another run that starts has been faster
             _remove_leftover(leftover)

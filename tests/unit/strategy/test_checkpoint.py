@@ -153,6 +153,19 @@ def test_what_others_have_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     checkpoint.prepare(tmp_path)
 
 
+def test_a_folder_is_tried_without_making_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that begin in one folder at the same time do not meet each other's trials."""
+    for call in ("os.mkdir", "os.rmdir"):
+        monkeypatch.setattr(call, lambda *_: pytest.fail("a folder was made or removed"))
+    checkpoint.prepare(tmp_path / "run" / "checkpoints")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for folder in (tmp_path / "file" / "checkpoints", tmp_path / "dangling"):
+        with pytest.raises(CheckpointError, match=f"{folder}.* cannot be written"):
+            checkpoint.prepare(folder)
+
+
 @pytest.mark.parametrize(
     ("number", "said"),
     [
@@ -164,10 +177,10 @@ def test_what_others_have_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_folder_that_cannot_be_written_is_named_before_anything_is(
     number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> None:
-        raise OSError(number, os.strerror(number), str(path))
+    def refuse(dir: Path) -> None:
+        raise OSError(number, os.strerror(number), str(dir))
 
-    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(CheckpointError, match=f"{tmp_path}.* cannot be written.* {said}"):
         checkpoint.prepare(tmp_path)
 
