@@ -64,6 +64,7 @@ any op issued later; the later op is ordered after the release by events.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -236,6 +237,11 @@ class Op(Strict):
     def uses_gradients(self) -> bool:
         """True if the op adds gradients up or updates with them."""
         return self.kind in ("update", "accumulate")
+
+
+def describe(op: Op) -> str:
+    """Return the name of ``op`` in errors."""
+    return f"op {op.id} ({op.label}, step {op.step})"
 
 
 def deadlines(ops: Sequence[Op]) -> dict[int, int]:
@@ -533,31 +539,38 @@ def problems(plan: Plan) -> Iterator[str]:
         if not 0 <= copy.group < len(plan.groups) or copy.offset < 0:
             yield f"initial.{number}: group {copy.group} at {copy.offset}, there are {len(plan.groups)} groups"
     for position, op in enumerate(plan.ops):
-        yield from (f"ops.{position}: {problem}" for problem in _of_op(op, position, plan))
+        yield from (f"{describe(op)}: {problem}" for problem in _of_op(op, position, plan))
 
 
 def _of_op(op: Op, position: int, plan: Plan) -> Iterator[str]:
     steps, blocks = len(plan.timeline), len(plan.options)
     if op.id != position:
-        yield f"its id is {op.id}"
+        yield f"ids: it stands at position {position}"
     if not 0 <= op.step < steps or not 0 <= op.block < blocks:
-        yield f"step {op.step} of block {op.block}, there are {steps} and {blocks}"
-    if op.release_after is not None and not 0 <= op.release_after < steps:
-        yield f"release_after step {op.release_after}, there are {steps}"
+        yield f"step {op.step} of block {op.block}: there are {steps} steps and {blocks} blocks"
+    if op.release_after is not None and not op.step <= op.release_after < steps:
+        yield f"release_after: step {op.release_after} is not one of the rest of the iteration"
     if not op.passes or not {*op.passes} <= {*plan.passes}:
         yield f"passes {', '.join(op.passes)}, the plan has {', '.join(plan.passes)}"
     groups = (*op.groups, *op.zero_copy)
     if any(not 0 <= group < len(plan.groups) for group in groups):
         # All that follows looks groups up.
-        yield f"it names groups that do not exist, there are {len(plan.groups)}"
+        yield f"groups: it names some that do not exist, the plan has {len(plan.groups)}"
         return
     if any(not 0 <= other < len(plan.ops) for other in op.after):
-        yield "it waits for ops that do not exist"
-    if op.bytes < 0 or op.seconds < 0 or any(offset < 0 for offset in op.offsets):
-        yield "a size or time is negative"
+        yield f"after: it waits for ops that do not exist, the plan has {len(plan.ops)}"
+    # Not a number fails here, too: it compares with nothing.
+    if not 0 <= op.seconds < math.inf:
+        yield f"seconds: {op.seconds} is no time"
+    if op.bytes < 0:
+        yield f"bytes: {op.bytes} is no size"
     # Computations and updates name the weights that they read or change.
     if any(plan.groups[group].payload != (op.payload or "weight") for group in groups):
-        yield f"it names groups of another payload than {op.payload or 'weight'}"
-    # Activations have no offset: they come back to wherever the framework has room.
-    if op.payload in ("weight", "state", "sum") and op.kind == "prefetch" and len(op.offsets) != len(op.groups):
-        yield f"{len(op.offsets)} offsets for {len(op.groups)} groups"
+        yield f"groups: it names some of another payload than {op.payload or 'weight'}"
+    if len(set(op.groups)) < len(op.groups) or len(set(op.zero_copy)) < len(op.zero_copy):
+        yield "groups: it names one twice"
+    # Activations have no group: they come back to wherever the framework has room.
+    if len(op.offsets) != (len(op.groups) if op.kind == "prefetch" else 0):
+        yield f"offsets: {len(op.offsets)} for {len(op.groups)} groups"
+    if any(offset % ALIGNMENT or offset < 0 for offset in op.offsets):
+        yield f"offsets: they have to be multiples of {ALIGNMENT}"

@@ -23,7 +23,7 @@ from lt_offload.plan import Settings, check
 from lt_offload.profiling.hardware import measured_before
 from lt_offload.schema.explain import KERNELS
 from lt_offload.schema.files import from_json, to_json
-from lt_offload.schema.plan import PLAN_SCHEMA, Plan, problems
+from lt_offload.schema.plan import PLAN_SCHEMA, Plan
 from lt_offload.schema.profile import PROFILE_SCHEMA, Profile
 from lt_offload.suggest import some
 
@@ -259,7 +259,6 @@ class Before:
             yield f"it has micro_batches={plan.parts}"
         if plan.tile_tokens != profile.tile_tokens:
             yield f"it has tile_tokens={plan.tile_tokens or None}"
-        yield from problems(plan)
         yield from check(plan, profile)
 
 

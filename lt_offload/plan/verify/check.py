@@ -1,13 +1,13 @@
 """The check of a plan: structure, residency, order, recomputation, and budgets. It repairs nothing.
 
-Every violation names the op and the rule that it breaks. The rules about residency and order are in
+Every violation names the op and the rule that it breaks. Contradictions within a plan are known without the model, see
+:func:`lt_offload.schema.plan.problems`; the rules about residency and order are in
 :mod:`lt_offload.plan.verify.ordering`. Of each block that may run again either nothing, the input or everything is
 saved; the input of a block that has saved nothing comes from running the block before again right before it.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ from lt_offload.plan.iteration.memory import (
     host_bytes,
     state_room,
 )
-from lt_offload.plan.verify.ordering import describe, misordered
+from lt_offload.plan.verify.ordering import misordered
 from lt_offload.schema.accesses import PAYLOADS, lanes_of
 from lt_offload.schema.plan import (
     ADDING,
@@ -30,7 +30,9 @@ from lt_offload.schema.plan import (
     Plan,
     Save,
     Timeline,
+    describe,
     one_batch,
+    problems,
 )
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_bytes, format_seconds
@@ -40,7 +42,7 @@ def check(plan: Plan, profile: Profile) -> list[str]:
     """Return the violations of ``plan`` for ``profile``, one sentence each; empty if it is sound."""
     # Each round takes for granted what the rounds before it have found to be sound, so it does not begin after a
     # violation.
-    violations = list(mismatches(plan, profile)) or [*_groups(plan, profile), *_indices(plan, profile), *_times(plan)]
+    violations = list(mismatches(plan, profile)) or list(problems(plan)) or list(_groups(plan, profile))
     if violations:
         return violations
     violations = [
@@ -82,9 +84,6 @@ def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
     rows = {group for op in plan.ops if op.rows == "looked up" and op.payload == "grad" for group in op.groups}
     for number, group in enumerate(plan.groups):
         name = f"group {number}"
-        if not group.tensors or any(not 0 <= t < len(profile.tensors) for t in group.tensors):
-            yield f"{name}: tensors: {group.tensors}, the model has {len(profile.tensors)}"
-            continue
         payload = "rows" if number in rows else group.payload
         for t in group.tensors:
             # Gradients that begin sums are in a group beside that of later passes, which is no mistake.
@@ -97,7 +96,7 @@ def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"{name}: sizes: {group.sizes} are not those of the model's tensors"
         if group.host_offset is not None:
             end = group.host_offset + group.bytes
-            if group.payload != "grad" or group.host_offset % ALIGNMENT or group.host_offset < 0:
+            if group.payload != "grad" or group.host_offset % ALIGNMENT:
                 yield f"{name}: host_offset: only gradients have one, a multiple of {ALIGNMENT}"
             elif end > plan.gradient_bytes:
                 yield f"{name}: host_offset: it ends at {end}, the extent is {plan.gradient_bytes}"
@@ -112,22 +111,6 @@ def _size(payload: str, tensor: TensorProfile) -> int:
     if payload == "rows":
         return aligned(tensor.lookup_bytes)
     return state_room(tensor.state_bytes) if payload == "state" else aligned(tensor.bytes)
-
-
-def _indices(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Ids, and the numbers in ops."""
-    for position, op in enumerate(plan.ops):
-        name = describe(op)
-        if op.id != position:
-            yield f"{name}: ids: it stands at position {position}"
-        if not 0 <= op.step < len(plan.timeline) or not 0 <= op.block < len(profile.blocks):
-            yield f"{name}: there are {len(plan.timeline)} steps and {len(profile.blocks)} blocks"
-        if not op.passes or not {*op.passes} <= {*plan.passes}:
-            yield f"{name}: passes: it has {', '.join(op.passes)}, the plan {', '.join(plan.passes)}"
-        if any(not 0 <= other < len(plan.ops) for other in op.after):
-            yield f"{name}: after: it waits for an op that does not exist"
-        if any(not 0 <= group < len(plan.groups) for group in (*op.groups, *op.zero_copy)):
-            yield f"{name}: groups: the plan has {len(plan.groups)}"
 
 
 def _passes(plan: Plan) -> Iterator[str]:
@@ -156,13 +139,6 @@ def _passes(plan: Plan) -> Iterator[str]:
             yield f"{describe(op)}: passes: it belongs to {' and '.join(sorted(expected))} passes, and to no others"
 
 
-def _times(plan: Plan) -> Iterator[str]:
-    for op in plan.ops:
-        # Not a number fails here, too: it compares with nothing.
-        if not 0 <= op.seconds < math.inf:
-            yield f"{describe(op)}: seconds: {op.seconds} is no time"
-
-
 def _missing_times(plan: Plan, profile: Profile) -> Iterator[str]:
     """An op that works takes time. How much is the machine's affair: that of the profile may be another one by now."""
     for op, seconds in zip(plan.ops, durations(plan, profile), strict=True):
@@ -171,21 +147,12 @@ def _missing_times(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Steps, lanes, groups and offsets of single ops."""
+    """Lanes, payloads and blocks of single ops."""
     for op in plan.ops:
         name = describe(op)
-        payload = op.payload or "weight"  # computations, updates and what adds up name weights
-        if any(plan.groups[group].payload != payload for group in op.groups) or len(set(op.groups)) < len(op.groups):
-            yield f"{name}: groups: they have to be of its payload, each once"
-            continue
-        if any(plan.groups[group].payload != "weight" for group in op.zero_copy):
-            yield f"{name}: zero_copy: only weights are read in host memory"
-            continue
         lanes = lanes_of(op.kind, op.payload)
         if op.lane not in lanes:
             yield f"{name}: lane: it occupies {op.lane}, it should be {' or '.join(lanes)}"
-        if op.release_after is not None and not op.step <= op.release_after < len(plan.timeline):
-            yield f"{name}: release_after: step {op.release_after} is not one of the rest of the iteration"
         if op.writes_gradients and op.release_after is not None and op.release_after != op.step:
             yield f"{name}: release_after: a gradient that the backward writes to the host is gone in step {op.step}"
         yield from _payload(op, plan, profile)
@@ -202,8 +169,8 @@ def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
         yield f"{name}: block: the step is one of block {block}, only that and earlier ones may run again"
     elif op.save is None and op.kind in ("forward", "backward", "update", "accumulate", "reduce") and op.block != block:
         yield f"{name}: block: the step is one of block {block}"
-    if op.zero_copy and (not op.computes or len(set(op.zero_copy)) < len(op.zero_copy)):
-        yield f"{name}: zero_copy: only computations read weights in host memory, each once"
+    if op.zero_copy and not op.computes:
+        yield f"{name}: zero_copy: only computations read weights in host memory"
         return
     for t in plan.tensors(op) if op.writes_gradients else plan.zero_copy(op):
         tensor = profile.tensors[t]
@@ -235,10 +202,6 @@ def _payload(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
         yield f"{name}: release_after: it has to say when the device memory is given back"
     if (op.payload == "activation" or op.computes) == bool(op.groups):
         yield f"{name}: groups: {'none belong to it' if op.groups else 'missing'}"
-    if len(op.offsets) != (len(op.groups) if op.kind == "prefetch" else 0):
-        yield f"{name}: offsets: {len(op.offsets)} for {len(op.groups)} groups"
-    if any(offset % ALIGNMENT or offset < 0 for offset in op.offsets):
-        yield f"{name}: offsets: they have to be multiples of {ALIGNMENT}"
     if moves:
         expected = _bytes(op, plan, profile)
         if op.bytes != expected:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.schema.accesses import IN_ARENA, accesses, takes_room
 from lt_offload.schema.lanes import LANES, TierName
-from lt_offload.schema.plan import Op, Pass, Plan
+from lt_offload.schema.plan import Op, Pass, Plan, describe
 from lt_offload.schema.profile import Profile
 
 _LANES = {lane.name: index for index, lane in enumerate(LANES)}
@@ -30,11 +30,6 @@ _ORDERS: dict[tuple[bool, int], tuple[int, ...]] = {
 }
 """By whether updates wait, and by the number of kinds of passes: every kind after every other that it may follow. What
 settles only follows what adds up, and what begins sums follows everything: sums may be cleared."""
-
-
-def describe(op: Op) -> str:
-    """Return the name of ``op`` in violations."""
-    return f"op {op.id} ({op.label}, step {op.step})"
 
 
 def misordered(plan: Plan, profile: Profile) -> list[str]:

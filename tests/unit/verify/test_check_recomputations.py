@@ -166,8 +166,8 @@ CASES: dict[str, tuple[Callable[[], Plan], str, str]] = {
     "descending": (lambda: swapped(PLAN, named(PLAN, "8 forward 0").id), "8 forward 0", "blocks ascend"),
     "fetched too late": (fetched_late, "6 forward 1", "its activations have not been fetched"),
     "a tensor of another block": _edited("2 forward 2", "zero_copy: tensor 1 is none of its block", zero_copy=(1,)),
-    "a tensor that does not exist": _edited("2 forward 2", "groups: the plan has", zero_copy=(99,)),
-    "direct twice": _edited("2 forward 2", "zero_copy: only", zero_copy=(2, 2)),
+    "a tensor that does not exist": _edited("2 forward 2", "groups: it names some that do not exist", zero_copy=(99,)),
+    "direct twice": _edited("2 forward 2", "groups: it names one twice", zero_copy=(2, 2)),
     "a copy that reads directly": _edited("5 prefetch weight 2", "zero_copy: only computations", zero_copy=(2,)),
     "neither direct nor there": _edited(
         "2 forward 2", "residency: weight weight2 is not on the device", zero_copy=(), bytes=0
