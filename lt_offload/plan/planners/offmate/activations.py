@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import pulp
-
-from lt_offload.plan.planners.lp import Pair, add, require
+from lt_offload.plan.planners.lp import Pair, Problem, Row, Variable, add, require
 from lt_offload.schema.plan import Timeline
 
-Rows = Sequence[pulp.LpAffineExpression]
+Rows = Sequence[Row]
 """One per step."""
 
 
 def pool_copies(
-    problem: pulp.LpProblem,
+    problem: Problem,
     timeline: Timeline,
     offloaded: Mapping[int, list[Pair]],
     lanes: tuple[tuple[Rows, float], tuple[Rows, float]],
@@ -40,7 +38,7 @@ def pool_copies(
         By step, bytes that leave after its computation, and that arrive after it.
     """
     steps = len(timeline)
-    left, arrived = ([problem.add_variable(f"{name}_{step:03d}", 0) for step in range(steps)] for name in ("out", "in"))
+    left, arrived = ([Variable(f"{name}_{step:03d}", 0) for step in range(steps)] for name in ("out", "in"))
     made: list[Pair] = []
     gone: list[Pair] = []
     left_behind: dict[int, list[Pair]] = {}
@@ -50,7 +48,7 @@ def pool_copies(
         gone = total(problem, f"gone_{step:03d}", [*gone, (1, left[step])])
         require(problem, [*gone, *_less(made)], "<=" if step < steps - 1 else "==")
         if waiting:
-            room = problem.add_variable(f"waits_{step:03d}", 0)
+            room = Variable(f"waits_{step:03d}", 0)
             leaves = gone if step == leaves_within else gone_before
             require(problem, [*waiting, *_less(leaves), (-1, room)], "<=")
             add(memory[step], [(1, room)])
@@ -67,7 +65,7 @@ def pool_copies(
         require(problem, [*back, *_less(needed)], ">=")
         before = back
         back = total(problem, f"there_{step:03d}", [*back, (1, arrived[step])])
-        behind, room = (problem.add_variable(f"{name}_{step:03d}", 0) for name in ("behind", "back"))
+        behind, room = (Variable(f"{name}_{step:03d}", 0) for name in ("behind", "back"))
         require(problem, [*before, *_less(needed), (-1, room)], "<=")
         require(problem, [*back, *_less(needed), (-1, behind), (-1, room)], "<=")
         add(memory[step], [(1, room)])
@@ -82,10 +80,10 @@ def _less(pairs: Sequence[Pair]) -> list[Pair]:
     return [(-factor, term) for factor, term in pairs]
 
 
-def total(problem: pulp.LpProblem, name: str, pairs: list[Pair]) -> list[Pair]:
+def total(problem: Problem, name: str, pairs: list[Pair]) -> list[Pair]:
     """Return a variable that equals the sum of ``pairs``, so that later rows need not repeat it."""
     if len(pairs) <= 1:
         return pairs
-    total = problem.add_variable(name, 0)
+    total = Variable(name, 0)
     require(problem, [*pairs, (-1, total)], "==")
     return [(1, total)]

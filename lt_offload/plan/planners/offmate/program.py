@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
-import pulp
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.iteration.memory import budget_for
@@ -114,7 +113,7 @@ class ProgramSearch:
         # The traffic term of a solution is at most twice its time per unit of weight, because every step lasts at least
         # as long as its copies in each direction; so this is a bound of the time alone.
         weight = self.config.traffic_weight if self.program.objective == "time" else 0.0
-        self.bound = min(pulp.value(self.program.problem.objective) / (1 + 2 * weight), self.objective)
+        self.bound = min(self.program.problem.objective.value / (1 + 2 * weight), self.objective)
         return True
 
     @property
@@ -127,8 +126,8 @@ class ProgramSearch:
         """The value of the solution, in the program's units."""
         program = self.program
         if program.objective == "time":
-            return float(sum(step.varValue for step in program.times))
-        return float(pulp.value(program.problem.objective))
+            return sum(step.value for step in program.times)
+        return program.problem.objective.value
 
     def _solve(self, gap: float | None, method: Method = "interior") -> Outcome:
         remaining = self.deadline - time.monotonic()
@@ -150,13 +149,13 @@ class ProgramSearch:
             for position, weight in enumerate(weights):
                 if not isinstance(weight, float):
                     # Options are fixed by bounds, which branching sets free again.
-                    weight.lowBound = weight.upBound = float(position == index)
+                    weight.low = weight.high = float(position == index)
         return self.objective if self._solved(self._solve(None)) else math.inf
 
     def _branch(self, rounded: float) -> bool:
         """Solve with branching; keep the better of its options and the rounded ones, whose objective is ``rounded``."""
         for weight in (weight for weights in self.program.comp for weight in weights if not isinstance(weight, float)):
-            weight.lowBound, weight.upBound = 0, 1
+            weight.low, weight.high = 0, 1
         outcome = self._solve(self.config.gap)
         branched = math.inf
         if outcome == "solved":
@@ -217,10 +216,9 @@ def value_of(term: Term, high: float = 1.0) -> float:
     """Return the value of a variable or constant, without the solver's rounding errors."""
     if isinstance(term, float):
         return term
-    value = float(term.varValue)
-    if value < _SNAP:
+    if term.value < _SNAP:
         return 0.0
-    return high if value > high - _SNAP else value
+    return high if term.value > high - _SNAP else term.value
 
 
 def _flows(terms: GroupTerms) -> GroupFlows:
