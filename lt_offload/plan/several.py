@@ -30,22 +30,21 @@ def check_cards(devices: int, nodes: int = 1) -> None:
         raise ConfigError(f"nodes={nodes} must be from 1 to {MOST_MACHINES}: machines that are alike")
 
 
-def one_of(profile: Profile, devices: int, nodes: int = 1, *, one_host_copy: bool = True) -> Profile:
+def one_of(profile: Profile, devices: int, nodes: int = 1) -> Profile:
     """Return the profile of one of ``devices`` processes on each of ``nodes`` machines, each process with a card.
 
-    Each may take its part of the RAM, of what all have in common, too.
+    Each may take its part of the RAM, of what all have in common, too: one copy of weights and states, of which each
+    updates its part.
 
     Args:
         profile: what the model and the machine with one card cost.
         devices: how many cards each machine has.
         nodes: how many machines like that of ``profile`` there are.
-        one_host_copy: all processes share one copy of weights and states in host memory, and each updates its part, as
-            training does; else each has, and updates, everything.
     """
     if nodes > 1:
-        one = one_of(profile, devices, one_host_copy=one_host_copy)
+        one = one_of(profile, devices)
         hardware = replace(one.hardware, name=f"{nodes} x {one.hardware.name}")
-        return replace(one, machines=nodes, common_updates=one_host_copy, hardware=hardware)
+        return replace(one, machines=nodes, common_updates=True, hardware=hardware)
     if devices == 1:
         return profile
     machine, shares = profile.hardware, profile.contention
@@ -56,7 +55,7 @@ def one_of(profile: Profile, devices: int, nodes: int = 1, *, one_host_copy: boo
     for name in slower:
         share = devices * shares.of("h2d" if name == "h2d" else "d2h") * slower[name]
         slower[name] /= max(1.0, share)
-    optimizer, host_share = _updates(profile, devices, one_host_copy=one_host_copy)
+    optimizer, host_share = _updates(profile, devices)
     # What computations read in host memory crosses the same link.
     one = with_faster_link(profile, slower["h2d"])
     hardware = replace(
@@ -76,17 +75,11 @@ def one_of(profile: Profile, devices: int, nodes: int = 1, *, one_host_copy: boo
         d2h=min(1.0, devices * shares.d2h * slower["d2h"]),
         host=host_share,
     )
-    return replace(
-        one,
-        hardware=hardware,
-        optimizer=optimizer,
-        contention=contention,
-        processes=devices,
-        common_updates=one_host_copy,
-    )
+    changed = replace(one, hardware=hardware, optimizer=optimizer, contention=contention)
+    return replace(changed, processes=devices, common_updates=True)
 
 
-def _updates(profile: Profile, devices: int, *, one_host_copy: bool) -> tuple[OptimizerProfile, float]:
+def _updates(profile: Profile, devices: int) -> tuple[OptimizerProfile, float]:
     """Return the speed of updates on the host by one of several processes, and its share of the memory meanwhile."""
     before, share = profile.optimizer, profile.contention.host
     part = before.host_threads / devices
@@ -95,13 +88,12 @@ def _updates(profile: Profile, devices: int, *, one_host_copy: bool) -> tuple[Op
     alone = before.host_speeds.get(threads, before.host_bytes_per_s)
     # Threads are those that are enough for the memory: what division leaves over is not idle.
     speed = min(alone * max(1.0, part / threads), most)
-    # With one host copy it updates one of so many parts of what the plan lists.
-    factor = devices if one_host_copy else 1
-    speeds = {n: factor * min(fewer, most) for n, fewer in before.host_speeds.items() if n < threads}
-    speeds |= {threads: factor * speed} if before.host_speeds else {}
+    # It updates one of so many parts of what the plan lists.
+    speeds = {n: devices * min(fewer, most) for n, fewer in before.host_speeds.items() if n < threads}
+    speeds |= {threads: devices * speed} if before.host_speeds else {}
     optimizer = replace(
         before,
-        host_bytes_per_s=factor * speed,
+        host_bytes_per_s=devices * speed,
         host_speeds=speeds,
         host_threads=threads if before.host_threads else 0,
     )
