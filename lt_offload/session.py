@@ -153,8 +153,7 @@ def solved(
         InfeasibleError, PlanError: if there is no plan that can be carried out.
     """
     if micro_batches == "auto":
-        choice = choose_parts(measured, settings)
-        profile, plan = choice.profile, choice.plan
+        profile, plan = choose_parts(measured, settings)
     else:
         profile = measured(micro_batches)
         plan = make_plan(profile, settings)

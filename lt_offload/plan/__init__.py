@@ -1,6 +1,6 @@
 """Plans of one training iteration: made, checked, simulated and explained here. Imports no torch."""
 
-from lt_offload.plan.batch.choose import BatchChoice, choose_batch
+from lt_offload.plan.batch.choose import choose_batch
 from lt_offload.plan.batch.splits import Choices
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan, solve
@@ -11,7 +11,6 @@ from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.trace import Trace
 
 __all__ = [
-    "BatchChoice",
     "Choices",
     "Op",
     "Plan",

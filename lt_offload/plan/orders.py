@@ -17,7 +17,7 @@ from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.batch.profiles import in_parts, layer_major, micro_batch_major, scaled
 from lt_offload.plan.batch.splits import Split
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.solve import least_s, make_plan, relaxed_s, with_planned_head
+from lt_offload.plan.solve import least_s, make_plan, relaxed_s
 from lt_offload.schema.explain import BINDS
 from lt_offload.schema.lanes import LANE
 from lt_offload.schema.plan import Plan
@@ -120,8 +120,7 @@ def promised_s(profile: Profile, split: Split, settings: Settings) -> float:
     """
     wanted = replace(settings, accumulate=split.accumulate)
     sized = in_parts(scaled(profile, split.batch_size), split.parts)
-    seconds = relaxed_s(with_planned_head(sized, wanted), wanted)
-    return (relaxed_s(sized, wanted) if math.isinf(seconds) else seconds) / split.samples
+    return relaxed_s(sized, wanted) / split.samples
 
 
 def _verdict(how: str, way: str, mine: float, other: Profile, settings: Settings, *, thorough: bool) -> str:

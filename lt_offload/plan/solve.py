@@ -226,8 +226,16 @@ def least_s(profile: Profile, settings: Settings) -> float:
     return passes * _Selection(profile, settings, program).least_s
 
 
-def relaxed_s(profile: Profile, settings: Settings) -> float:
-    """Return the seconds of an update in the relaxed program, which plans come near to; infinity if nothing fits."""
+def relaxed_s(profile: Profile, settings: Settings, *, exact: bool = False) -> float:
+    """Return the seconds of an update in the relaxed program, which plans come near to; infinity if nothing fits.
+
+    Where nothing else fits, of plans with chunks of logits, but for ``exact``.
+    """
+    seconds = _relaxed_s(with_planned_head(profile, settings), settings)
+    return seconds if exact or seconds < math.inf else _relaxed_s(profile, settings)
+
+
+def _relaxed_s(profile: Profile, settings: Settings) -> float:
     batches = settings.accumulate
     if has_windows(profile, settings):
         profile, settings = with_sums(profile, batches), for_one(settings)

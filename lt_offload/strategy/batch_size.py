@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.compat.lightning import combined_loader, data_source, loaded_checkpoint, set_combined_loader
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget
-from lt_offload.plan.batch.choose import BatchChoice, choose_batch
+from lt_offload.plan.batch.choose import choose_batch
 from lt_offload.plan.batch.splits import LARGEST, Split
 from lt_offload.plan.orders import compared
 from lt_offload.plan.settings import Settings
@@ -120,21 +120,20 @@ def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> tuple[int, in
     return split.batch_size, split.accumulate
 
 
-def choose(trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings) -> BatchChoice:
-    """Return the update with the highest throughput, with its profile and plan.
+def choose(trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings) -> tuple[Profile, Plan]:
+    """Return the profile and the plan of the update with the highest throughput.
 
     Raises ``ConfigError`` if the size cannot be found out, or has no effect, and ``InfeasibleError`` if not even one
     sample fits.
     """
-    choice = choose_batch(
+    profile, plan = choose_batch(
         _profiles(trainer, optimizer, size),
         settings,
         choices_of(trainer, size.value, _rows(trainer, size)),
         on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
     )
-    rank_zero_info(f"offmate: {choice.why}")
-    planned = replace(settings, accumulate=choice.plan.accumulate)
-    return replace(choice, plan=compared(choice.plan, choice.profile, planned))
+    rank_zero_info(f"offmate: {plan.notes[-1]}")
+    return profile, compared(plan, profile, replace(settings, accumulate=plan.accumulate))
 
 
 def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[int, int], Profile]:

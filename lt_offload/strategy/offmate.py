@@ -250,9 +250,8 @@ class OffmateStrategy(Checkpoints):
         if known is None:
             settings = self.settings.within(lambda: self._budget)
             with spare_optimizer(trainer) as optimizer:
-                choice = self.of_first(lambda: choose(trainer, optimizer, size, settings))
-            self.profile, self.plan = choice.profile, choice.plan
-            known = choice.plan.batch_size, choice.plan.accumulate
+                self.profile, plan = self.of_first(lambda: choose(trainer, optimizer, size, settings))
+            self.plan, known = plan, (plan.batch_size, plan.accumulate)
         else:
             windows.check_bound(trainer, math.prod(known), "the checkpoint or the plan has")
         size.value, accumulate = known

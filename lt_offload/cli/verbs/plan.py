@@ -192,18 +192,17 @@ def _planned(
 
     if best:
         choices = choices_of(app.trainer, app.datamodule.batch_size)
-        choice = choose_batch(profile_at, settings, choices, on_progress=status, on_plan=keep)
+        profile, plan = choose_batch(profile_at, settings, choices, on_progress=status, on_plan=keep)
     elif parts == "auto":
-        choice = choose_parts(lambda count: profile_at(alone.batch_size, count), settings, on_plan=keep)
+        profile, plan = choose_parts(lambda count: profile_at(alone.batch_size, count), settings, on_plan=keep)
     else:
         status("looking for better plans")
         made = make_plan(alone, settings)
         keep(alone, made)
         status("comparing with other updates")
         return alone, compared(made, alone, settings, thorough=True)
-    settings = replace(settings, accumulate=choice.plan.accumulate)
-    keep(choice.profile, choice.plan)
-    return choice.profile, compared(choice.plan, choice.profile, settings, thorough=True)
+    keep(profile, plan)
+    return profile, compared(plan, profile, replace(settings, accumulate=plan.accumulate), thorough=True)
 
 
 def _first(profile: Profile, settings: Settings, keep: Callable[[Profile, Plan], None]) -> None:

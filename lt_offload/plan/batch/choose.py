@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan.batch.profiles import in_parts, scaled
 from lt_offload.plan.batch.splits import Choices, Split
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.solve import make_plan, relaxed_s, with_planned_head
+from lt_offload.plan.solve import make_plan, relaxed_s
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes, format_rate
@@ -46,24 +46,6 @@ _LEAST_S = 4.0
 """Seconds that are always allowed: plans of small models take no time."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchChoice:
-    """The chosen update with the reasons for it."""
-
-    plan: Plan
-    """For that update; holds ``curve`` and ``why``, too."""
-    profile: Profile
-    """Of one of its batches."""
-    curve: tuple[BatchPoint, ...]
-    """All splits that were considered, ascending by their samples."""
-    why: str
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a batch."""
-        return self.plan.batch_size
-
-
 def choose_batch(
     profile_at: ProfileAt,
     settings: Settings,
@@ -71,8 +53,10 @@ def choose_batch(
     *,
     on_progress: Callable[[str], None] | None = None,
     on_plan: Callable[[Profile, Plan], None] | None = None,
-) -> BatchChoice:
-    """Return the update with the highest simulated throughput, with its plan.
+) -> tuple[Profile, Plan]:
+    """Return a batch of the update with the highest simulated throughput, and its plan.
+
+    The plan has all splits that were considered, ascending by their samples, and its last note says why this one.
 
     Args:
         profile_at: measures or estimates the model with a batch in parts; asked for a handful. The batch must be the
@@ -101,8 +85,8 @@ def choose_parts(
     settings: Settings,
     *,
     on_plan: Callable[[Profile, Plan], None] | None = None,
-) -> BatchChoice:
-    """Return the number of parts of a batch, a power of two up to its samples, with which an iteration is fastest.
+) -> tuple[Profile, Plan]:
+    """Choose the number of parts of a batch, a power of two up to its samples, with which an iteration is fastest.
 
     Args:
         measure: returns the profile of the batch in so many parts; asked for 1 and for what promises most.
@@ -281,11 +265,8 @@ class _BatchSearch:
 
     def _relaxed(self, split: Split) -> float:
         if split not in self.relaxed:
-            whole, settings = self._estimate(split), replace(self.settings, accumulate=split.accumulate)
-            seconds = relaxed_s(with_planned_head(whole, settings), settings)
-            if math.isinf(seconds) and not self.exact:
-                seconds = relaxed_s(whole, settings)
-            self.relaxed[split] = seconds / split.samples
+            settings = replace(self.settings, accumulate=split.accumulate)
+            self.relaxed[split] = relaxed_s(self._estimate(split), settings, exact=self.exact) / split.samples
         return self.relaxed[split]
 
     def _estimate(self, split: Split) -> Profile:
@@ -347,8 +328,8 @@ class _BatchSearch:
 
     # -- result ------------------------------------------------------------------------------------------------------
 
-    def choice(self) -> BatchChoice:
-        """Return the choice; raises the error of the smallest update if none fits."""
+    def choice(self) -> tuple[Profile, Plan]:
+        """Return what was chosen; raises the error of the smallest update if none fits."""
         if not self.plans:
             # Relaxed programs and plans count memory in their own ways, and the plan has the last word.
             first, *_, last = (*self.choices.splits(self.choices.unit),) * 2
@@ -359,10 +340,9 @@ class _BatchSearch:
             raise self.unfit[min(self.unfit)]
         fastest, chosen = self._fastest(), self._chosen()
         curve = tuple(self._point(split, chosen) for split in self._shown())
-        why = self._why(chosen, fastest)
         plan = self.plans[chosen]
-        plan = replace(plan, batch_curve=curve, notes=(*plan.notes, why))
-        return BatchChoice(plan=plan, profile=self.profiles[chosen.batch_size, chosen.parts], curve=curve, why=why)
+        plan = replace(plan, batch_curve=curve, notes=(*plan.notes, self._why(chosen, fastest)))
+        return self.profiles[chosen.batch_size, chosen.parts], plan
 
     def _shown(self) -> list[Split]:
         """Return what was planned or does not fit, and of other numbers of samples the split that promises most."""

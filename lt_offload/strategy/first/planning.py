@@ -431,8 +431,7 @@ class Planning(Processes):
         in_ram = " (in RAM, beside host_memory: the device is emulated)" if self.root_device.type == "cpu" else ""
         self.say(f"planning for {format_bytes(budget)}, {settings.solver_time_limit:g} s at most{in_ram}")
         if count == "auto":
-            choice = choose_parts(lambda parts: profile if parts == 1 else profiled(parts), settings)
-            self.profile, plan = choice.profile, choice.plan
+            self.profile, plan = choose_parts(lambda parts: profile if parts == 1 else profiled(parts), settings)
             self._replanning = follow(self.settings, self.profile)
         else:
             plan = self._make_plan(profile, settings)

@@ -20,7 +20,7 @@ from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
-from lt_offload.plan import BatchChoice, Choices, Settings, make_plan
+from lt_offload.plan import Choices, Settings, make_plan
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import batch_size
@@ -94,12 +94,10 @@ def test_a_run_of_the_chosen_size(memory: str) -> None:
 
 
 def test_a_run_in_parts_and_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def split(profile_at: Any, settings: Settings, choices: Choices, **others: Any) -> BatchChoice:
+    def split(profile_at: Any, settings: Settings, choices: Choices, **others: Any) -> tuple[Profile, Plan]:
         assert choices == Choices(most=3, parts="auto")
         profile = profile_at(2, 2)
-        return BatchChoice(
-            profile=profile, plan=make_plan(profile, replace(settings, accumulate=2)), curve=(), why="so"
-        )
+        return profile, make_plan(profile, replace(settings, accumulate=2))
 
     monkeypatch.setattr(batch_size, "choose_batch", split)
     run = fit(auto(micro_batches="auto", max_batch_size=3), scheduled(shuffle=False), max_epochs=1)
@@ -142,12 +140,10 @@ def test_a_run_that_goes_on_with_more_than_the_bound(tmp_path: Path) -> None:
 
 
 def test_batches_per_update_are_chosen_for_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def several(profile_at: Any, settings: Settings, choices: Choices, **others: Any) -> BatchChoice:
+    def several(profile_at: Any, settings: Settings, choices: Choices, **others: Any) -> tuple[Profile, Plan]:
         seen.append(choices)
         profile = profile_at(2, 1)
-        return BatchChoice(
-            profile=profile, plan=make_plan(profile, replace(settings, accumulate=2)), curve=(), why="so"
-        )
+        return profile, make_plan(profile, replace(settings, accumulate=2))
 
     seen: list[Choices] = []
     monkeypatch.setattr(batch_size, "choose_batch", several)

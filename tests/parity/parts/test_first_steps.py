@@ -17,7 +17,6 @@ from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.execute.user_code.logits import LossInBlock
 from lt_offload.model import head
 from lt_offload.model.blocks import find_blocks
-from lt_offload.plan import BatchChoice
 from lt_offload.profiling.step.first import FirstStep
 from lt_offload.schema.plan import Plan
 from lt_offload.strategy.first.planning import Planning
@@ -95,12 +94,12 @@ class Half(Module):
 
 
 def test_a_number_that_is_chosen_by_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def two(measure: Any, settings: Any) -> BatchChoice:
+    def two(measure: Any, settings: Any) -> Any:
         from lt_offload.plan import make_plan
 
         measure(1)
         profile = measure(2)
-        return BatchChoice(profile=profile, plan=make_plan(profile, settings), curve=(), why="")
+        return profile, make_plan(profile, settings)
 
     monkeypatch.setattr("lt_offload.strategy.first.planning.choose_parts", two)
     plain = fit("auto", made(Half), max_epochs=1)

@@ -92,10 +92,10 @@ def throughput(plan: Plan) -> float:
 
 
 def test_sizes_that_the_planner_does_not_apply_to_are_not_chosen() -> None:
-    decision = choose_batch(affine(3, once=40.0), Settings(memory=16_000, planner="pofo"), Choices(accumulate=1))
-    refused = [point.batch_size for point in decision.curve if "does not apply" in point.reason]
-    assert (decision.plan.planner, decision.batch_size < min(refused)) == ("pofo", True)
-    assert f"batch_size={min(refused)} cannot be planned" in decision.why
+    _, plan = choose_batch(affine(3, once=40.0), Settings(memory=16_000, planner="pofo"), Choices(accumulate=1))
+    refused = [point.batch_size for point in plan.batch_curve if "does not apply" in point.reason]
+    assert (plan.planner, plan.batch_size < min(refused)) == ("pofo", True)
+    assert f"batch_size={min(refused)} cannot be planned" in plan.notes[-1]
     with pytest.raises(UnsupportedError, match="planner='pofo' does not apply"):
         choose_batch(affine(3), Settings(memory=4_000, planner="pofo"), Choices(most=2, accumulate=1))
 
@@ -103,40 +103,38 @@ def test_sizes_that_the_planner_does_not_apply_to_are_not_chosen() -> None:
 @pytest.mark.parametrize(("budget", "once", "each"), [(5_000, 2.0, 4.0), (7_000, 0.0, 5.0), (15_000, 4.0, 1.0)])
 def test_it_is_the_best_of_all_sizes(budget: int, once: float, each: float) -> None:
     at = affine(3, once=once, each=each)
-    decision = choose_batch(at, Settings(memory=budget), Choices(most=9, accumulate=1))
+    profile, plan = choose_batch(at, Settings(memory=budget), Choices(most=9, accumulate=1))
     found = []
     for size in range(1, 10):
         try:
             found.append(throughput(solve(at(size), memory=budget)))
         except InfeasibleError:
             break
-    assert throughput(decision.plan) >= 0.97 * max(found)
-    assert decision.profile == at(decision.batch_size)
-    assert decision.plan.fingerprint == decision.profile.fingerprint
+    assert throughput(plan) >= 0.97 * max(found)
+    assert profile == at(plan.batch_size)
+    assert plan.fingerprint == profile.fingerprint
 
 
 def test_it_shows_the_curve_and_says_why() -> None:
-    decision = choose_batch(affine(4), Settings(memory=8_000), Choices(most=40, accumulate=1))
-    sizes = [point.batch_size for point in decision.curve]
+    _, plan = choose_batch(affine(4), Settings(memory=8_000), Choices(most=40, accumulate=1))
+    sizes = [point.batch_size for point in plan.batch_curve]
     assert sizes == sorted(set(sizes))
     assert 1 in sizes
-    (chosen,) = [point for point in decision.curve if point.reason == "chosen"]
-    assert chosen.batch_size == decision.batch_size == decision.plan.batch_size
-    assert chosen.samples_per_s == pytest.approx(throughput(decision.plan))
-    assert chosen.device_peak_bytes == decision.plan.predicted.device_peak_bytes
-    assert chosen.iteration_s == decision.plan.predicted.iteration_s
-    assert all(point.reason for point in decision.curve)
-    assert decision.plan.batch_curve == decision.curve
-    assert decision.why in decision.plan.notes
-    assert decision.why.startswith(f"batch_size={decision.batch_size} gives ")
-    text = " ".join(decision.plan.explain().split())
+    (chosen,) = [point for point in plan.batch_curve if point.reason == "chosen"]
+    assert chosen.batch_size == plan.batch_size
+    assert chosen.samples_per_s == pytest.approx(throughput(plan))
+    assert chosen.device_peak_bytes == plan.predicted.device_peak_bytes
+    assert chosen.iteration_s == plan.predicted.iteration_s
+    assert all(point.reason for point in plan.batch_curve)
+    assert plan.notes[-1].startswith(f"batch_size={plan.batch_size} gives ")
+    text = " ".join(plan.explain().split())
     assert "Batch sizes:" in text
     assert ": chosen" in text
 
 
 def test_of_equal_throughput_the_smallest_batch_is_taken() -> None:
-    decision = choose_batch(affine(3, once=0.0), Settings(memory=10**7), Choices(most=200, accumulate=1))
-    assert decision.batch_size < 100, "200 would be faster by a fraction of a percent"
+    _, plan = choose_batch(affine(3, once=0.0), Settings(memory=10**7), Choices(most=200, accumulate=1))
+    assert plan.batch_size < 100, "200 would be faster by a fraction of a percent"
 
 
 def test_sizes_that_cannot_be_profiled_do_not_fit() -> None:
@@ -149,13 +147,13 @@ def test_sizes_that_cannot_be_profiled_do_not_fit() -> None:
             raise InfeasibleError(f"batch_size={size} is too much")
         return at(size)
 
-    decision = choose_batch(limited, Settings(memory=10**6), Choices(most=64, accumulate=1))
-    assert decision.batch_size == 5
+    _, plan = choose_batch(limited, Settings(memory=10**6), Choices(most=64, accumulate=1))
+    assert plan.batch_size == 5
     assert len(asked) == len(set(asked)), "nothing is profiled twice"
-    (point,) = [point for point in decision.curve if point.batch_size == 6]
+    (point,) = [point for point in plan.batch_curve if point.batch_size == 6]
     assert point.reason == "batch_size=6 is too much"
     assert point.samples_per_s is None
-    assert "6 does not fit" in decision.why
+    assert "6 does not fit" in plan.notes[-1]
 
 
 def test_nothing_fits() -> None:
@@ -170,7 +168,7 @@ def test_nothing_fits() -> None:
 
 
 def test_only_some_sizes() -> None:
-    assert choose_batch(affine(), Settings(memory=10**6), Choices(most=1, accumulate=1)).batch_size == 1
+    assert choose_batch(affine(), Settings(memory=10**6), Choices(most=1, accumulate=1))[1].batch_size == 1
     with pytest.raises(ConfigError, match="no batch size to choose from"):
         choose_batch(affine(), Settings(memory=10**6), Choices(most=0, accumulate=1))
 
@@ -185,8 +183,8 @@ def test_few_sizes_are_tried_of_which_a_step_does_not_fit(limit: int) -> None:
             raise InfeasibleError(f"batch {size} does not fit")
         return at(size)
 
-    found = choose_batch(tried, Settings(memory=100_000), Choices(most=1000, accumulate=1))
-    assert found.batch_size < limit
+    _, plan = choose_batch(tried, Settings(memory=100_000), Choices(most=1000, accumulate=1))
+    assert plan.batch_size < limit
     assert len(asked) <= 18, asked
 
 
@@ -207,9 +205,9 @@ def test_a_chunk_of_logits_does_not_grow_with_the_batch() -> None:
 def test_a_larger_bound_never_gives_fewer_samples_per_second(budget: int) -> None:
     at, rates = affine(3), []
     for most in (1, 2, 4, 8, 16):
-        found = choose_batch(at, Settings(memory=budget), Choices(most=most, parts="auto"))
-        assert found.plan.batch_size * found.plan.accumulate <= most
-        rates.append(found.plan.samples_per_s)
+        _, plan = choose_batch(at, Settings(memory=budget), Choices(most=most, parts="auto"))
+        assert plan.batch_size * plan.accumulate <= most
+        rates.append(plan.samples_per_s)
     assert all(larger >= 0.99 * smaller for smaller, larger in pairwise(rates)), rates
 
 
@@ -217,14 +215,14 @@ def test_a_larger_bound_never_gives_fewer_samples_per_second(budget: int) -> Non
 def test_it_is_the_best_of_the_settings_that_it_may_choose(budget: int, once: float) -> None:
     at, settings, rates = affine(3, once=once), Settings(memory=budget), {}
     choices = Choices(most=6, parts="auto")
-    found = choose_batch(at, settings, choices)
+    _, plan = choose_batch(at, settings, choices)
     for samples in range(1, choices.most + 1):
         for split in choices.splits(samples):
             with suppress(InfeasibleError):
                 wanted = replace(settings, accumulate=split.accumulate)
                 rates[split] = make_plan(at(split.batch_size, split.parts), wanted).samples_per_s
-    chosen = Split(found.plan.batch_size * found.plan.accumulate, found.plan.accumulate, found.plan.parts)
-    assert found.plan.samples_per_s == pytest.approx(rates[chosen], rel=0.01)
+    chosen = Split(plan.batch_size * plan.accumulate, plan.accumulate, plan.parts)
+    assert plan.samples_per_s == pytest.approx(rates[chosen], rel=0.01)
     assert rates[chosen] >= 0.96 * max(rates.values()), (chosen, rates)
 
 
@@ -244,5 +242,5 @@ def test_a_model_that_cannot_be_cut_is_chosen_for_without_parts() -> None:
             raise UnsupportedError("samples depend on each other")
         return affine(3)(size)
 
-    found = choose_batch(whole, Settings(memory=5_000), Choices(most=8, parts="auto"))
-    assert found.plan.parts == 1
+    _, plan = choose_batch(whole, Settings(memory=5_000), Choices(most=8, parts="auto"))
+    assert plan.parts == 1

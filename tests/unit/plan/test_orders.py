@@ -160,11 +160,10 @@ def test_the_number_of_parts_that_fits_is_chosen_and_measured() -> None:
         return estimated(8, parts)
 
     memory = int(0.9 * least(estimated(8)))
-    choice = choose_parts(measure, Settings(memory=memory, solver_time_limit=4))
-    assert asked == [1, choice.plan.parts]
-    assert choice.plan.parts == choice.profile.parts > 1
-    assert choice.why == choice.plan.notes[-1]
-    assert choice.why.startswith(f"batch_size=8, micro_batches={choice.plan.parts} gives ")
+    profile, plan = choose_parts(measure, Settings(memory=memory, solver_time_limit=4))
+    assert asked == [1, plan.parts]
+    assert plan.parts == profile.parts > 1
+    assert plan.notes[-1].startswith(f"batch_size=8, micro_batches={plan.parts} gives ")
 
 
 @pytest.mark.slow
@@ -179,7 +178,7 @@ def test_a_model_that_cannot_be_cut_takes_whole_batches() -> None:
         return replace(whole, blocks=blocks)
 
     settings = Settings(memory=int(1.2 * least(measure(1))), solver_time_limit=4, activation_offload=False)
-    choice = choose_parts(measure, settings)
-    assert choice.plan.parts == 1
+    profile, plan = choose_parts(measure, settings)
+    assert plan.parts == 1
     with pytest.raises(InfeasibleError, match="memory=.* is enough"):
         choose_parts(measure, replace(settings, memory=int(0.9 * least(measure(1)))))

@@ -195,15 +195,15 @@ def test_micro_batches_are_chosen_for_a_window_and_split_where_the_samples_are_g
         return scaled(small_profile(), size, None)
 
     settings = Settings(memory=60_000, solver_time_limit=1)
-    found = choose_batch(at, settings, Choices(most=8, accumulate=4))
-    assert found.plan.window == 4
-    assert found.plan.batch_size == found.batch_size <= 2
+    _, plan = choose_batch(at, settings, Choices(most=8, accumulate=4))
+    assert plan.window == 4
+    assert plan.batch_size <= 2
     made.clear()
-    found = choose_batch(at, settings, Choices(most=100, samples=12))
-    assert 12 % found.batch_size == 0
+    profile, plan = choose_batch(at, settings, Choices(most=100, samples=12))
+    assert 12 % plan.batch_size == 0
     assert set(made) <= {1, 2, 3, 4, 6, 12}
-    assert found.plan.window == 12 // found.batch_size
-    assert check(found.plan, found.profile) == []
+    assert plan.window == 12 // plan.batch_size
+    assert check(plan, profile) == []
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2"])
