@@ -45,9 +45,9 @@ PLANNING = (
     ),
     mutant(
         "memory may be given back before it is taken",
-        CHECK,
-        "not op.step <= op.release_after < len(plan.timeline):",
-        "not 0 <= op.release_after < len(plan.timeline):",
+        "schema/plan.py",
+        "not op.step <= op.release_after < steps:",
+        "not 0 <= op.release_after < steps:",
         VERIFY,
     ),
     mutant("a tensor may be updated twice", CHECK, "            if t in seen:\n", "            if False:\n", VERIFY),

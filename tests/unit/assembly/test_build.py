@@ -164,15 +164,15 @@ def test_sizes_and_members_of_groups_are_checked() -> None:
     first, *others = plan.groups
     for changed_group, words in (
         (replace(first, sizes=(512,)), "sizes: (512,) are not those"),
-        (replace(first, tensors=(99,)), "the model has 2"),
+        (replace(first, tensors=(99,)), "tensors that do not exist, there are 2"),
         (replace(first, tensors=(1,)), "the weight of weight1 is in group 0"),
-        (replace(first, tensors=()), "tensors: ()"),
+        (replace(first, tensors=()), "1 sizes for 0 tensors"),
         (replace(first, host_offset=0), "only gradients have one"),
     ):
         assert any(words in problem for problem in check(replace(plan, groups=(changed_group, *others)), profile))
     assert any(
         "is in none" in problem
-        for problem in check(replace(plan, groups=(first, replace(first, tensors=()), *others[1:])), profile)
+        for problem in check(replace(plan, groups=(first, replace(others[0], tensors=(0,)), *others[1:])), profile)
     )
 
 
