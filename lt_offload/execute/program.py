@@ -43,7 +43,7 @@ class StepOps:
 class Program:
     """A plan for one model.
 
-    Raises ``PlanError`` if an op stands where the issue order does not allow it, or none takes a gradient.
+    Raises ``PlanError`` if no op takes a gradient.
     """
 
     def __init__(self, plan: Plan, structure: Structure) -> None:
@@ -98,11 +98,8 @@ class Program:
     def _steps(self, which: Pass) -> list[StepOps]:
         steps = [StepOps() for _ in self._plan.timeline]
         for op in self._plan.program(which):
-            if not 0 <= op.step < len(steps):
-                raise PlanError(f"op {op.id} is at step {op.step}; the plan has steps 0 to {len(steps) - 1}")
             step = steps[op.step]
             if op.save is not None:
-                self._check_again(op, step)
                 step.again.append(op)
             elif op.computes:
                 step.compute = op
@@ -117,18 +114,7 @@ class Program:
             # Copies of gradients are issued by `send`, as gradients are complete.
             elif op.payload != "grad":
                 step.after.append(op)
-        for index, step in enumerate(steps):
-            if step.compute is None and which != "settling":
-                raise PlanError(f"step {index} of the plan has no computation")
         return steps
-
-    def _check_again(self, op: Op, step: StepOps) -> None:
-        during = self.timeline.steps[op.step]
-        if op.kind != "forward" or during.kind == "forward" or op.block > during.block or step.compute is not None:
-            raise PlanError(
-                f"op {op.id} has save={op.save!r} and is the {op.kind} of block {op.block} in step {op.step}; a "
-                "forward runs again in a backward step, before its backward, and is of that block or an earlier one"
-            )
 
     def _takers(self, which: Pass) -> dict[int, Op]:
         takers = {
