@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import count, takewhile
 
 from lt_offload.errors import UnsupportedError
-from lt_offload.plan.assembly.copies import PlacedCopy
+from lt_offload.plan.assembly.copies import DeviceCopy
 from lt_offload.plan.assembly.ops import TiedTable
 from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.iteration.durations import timed
@@ -148,9 +148,7 @@ def _starts(blocks: int) -> Iterator[int]:
     yield from takewhile(lambda step: step < blocks, (1 << power for power in count()))
 
 
-def _fetched(timetable: Timetable, early: set[PlacedCopy], step: int) -> Timetable:
+def _fetched(timetable: Timetable, early: set[DeviceCopy], step: int) -> Timetable:
     """Return ``timetable`` with ``early`` in ``step``."""
-    copies = (
-        copy.placed(copy.offset, arrival=step, turn=copy.turn) if copy in early else copy for copy in timetable.copies
-    )
-    return replace(timetable, copies=tuple(copies))
+    copies = tuple(replace(copy, arrival=step) if copy in early else copy for copy in timetable.copies)
+    return replace(timetable, copies=copies)

@@ -69,7 +69,7 @@ CLIPPED = (
         "weights that the host has updated do not come back in a settling pass",
         OPS,
         'moved = {copy for copy in staying.values() if places[copy.tensor] == "host"}',
-        "moved: set[PlacedCopy] = set()",
+        "moved: set[DeviceCopy] = set()",
         "unit/assembly/test_settling.py",
     ),
 )

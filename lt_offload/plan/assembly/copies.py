@@ -21,7 +21,7 @@ SMALL = 16 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceCopy:
-    """One stay of a weight, or of a tensor's states, in the arena."""
+    """One stay of a weight, or of a tensor's states, in the arena; when and where is 0 until it has been placed."""
 
     payload: Literal["weight", "state"]
     tensor: int
@@ -31,29 +31,10 @@ class DeviceCopy:
     """Bytes of the arena that it takes."""
     stay: Interval | None
     """From its first use on; None: always."""
-
-    def placed(self, offset: int, *, arrival: int, turn: int) -> PlacedCopy:
-        """Return it with its time and its place."""
-        return PlacedCopy(
-            payload=self.payload,
-            tensor=self.tensor,
-            bytes=self.bytes,
-            room=self.room,
-            stay=self.stay,
-            arrival=arrival,
-            offset=offset,
-            turn=turn,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlacedCopy(DeviceCopy):
-    """A stay with its time and its place."""
-
-    arrival: int
+    arrival: int = 0
     """The step in which it is queued, before that step's computation; its stay's first use or earlier."""
-    offset: int
-    turn: int
+    offset: int = 0
+    turn: int = 0
     """Order among the copies of a step; copies of different turns are different ops."""
 
     def covers(self, step: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from lt_offload.plan.assembly.copies import PlacedCopy
+from lt_offload.plan.assembly.copies import DeviceCopy
 from lt_offload.plan.assembly.ops import Draft, Emitter, Ids
 
 
@@ -158,7 +158,7 @@ class _Linker:
             waits |= self._former_occupants(copy, op.id)
         return waits
 
-    def _former_occupants(self, copy: PlacedCopy, fetch: int) -> set[int]:
+    def _former_occupants(self, copy: DeviceCopy, fetch: int) -> set[int]:
         """Return the releases of the last occupants of the range of ``copy``; these have awaited the earlier ones."""
         low, high = self.emitted.range_of(copy)
         others = np.flatnonzero((self.low < high) & (self.high > low))

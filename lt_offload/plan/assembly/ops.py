@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lt_offload.plan.assembly.copies import PlacedCopy
+from lt_offload.plan.assembly.copies import DeviceCopy
 from lt_offload.plan.assembly.timetable import Timetable
 from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.memory import aligned, state_room
@@ -94,11 +94,11 @@ class Emitter:
         self.computing = ADDING if self.delayed else passes
         """The passes of a micro-batch."""
         self.ops: list[Draft] = []
-        self.fetched_by: dict[int, list[PlacedCopy]] = {}
+        self.fetched_by: dict[int, list[DeviceCopy]] = {}
         """Copies that each prefetch op of weights, states or sums brings."""
-        self.fetches: dict[PlacedCopy, Ids] = defaultdict(tuple)
+        self.fetches: dict[DeviceCopy, Ids] = defaultdict(tuple)
         """By copy: the ops that bring it."""
-        self.releases: dict[PlacedCopy, Ids] = {}
+        self.releases: dict[DeviceCopy, Ids] = {}
         """By copy: the ops after which its range may be written again."""
         self.computations: list[int] = []
         """By step: its forward or backward."""
@@ -126,12 +126,12 @@ class Emitter:
         for index, tensor in enumerate(profile.tensors):
             for block in tensor.blocks:
                 self.of_block[block].append(index)
-        self.copies_of: dict[tuple[str, int], list[PlacedCopy]] = defaultdict(list)
+        self.copies_of: dict[tuple[str, int], list[DeviceCopy]] = defaultdict(list)
         self._computations: dict[int, list[Computation]] = defaultdict(list)
         for computation in computations(self.decisions.options, self.decisions.recomputations, profile):
             self._computations[computation.step].append(computation)
-        self._fetched_at: dict[int, list[PlacedCopy]] = defaultdict(list)
-        self._released_at: dict[int, list[PlacedCopy]] = defaultdict(list)
+        self._fetched_at: dict[int, list[DeviceCopy]] = defaultdict(list)
+        self._released_at: dict[int, list[DeviceCopy]] = defaultdict(list)
         for copy in self.copies:
             self.copies_of[copy.payload, copy.tensor].append(copy)
             if copy.stay is not None:
@@ -139,7 +139,7 @@ class Emitter:
                 self._released_at[copy.stay.end].append(copy)
         self._offsets: dict[tuple[Payload, int], int] = {}
         """Offsets of states and sums, by tensor, where these are apart."""
-        self.beside: dict[PlacedCopy, list[PlacedCopy]] = {}
+        self.beside: dict[DeviceCopy, list[DeviceCopy]] = {}
         """By copy of states: those that lie side by side with it, in whose range its states and its sum are apart."""
         if self.adds_up:
             self._divide_states()
@@ -169,10 +169,10 @@ class Emitter:
         nbytes = self.bytes_of(payload, tensor)
         return state_room(nbytes) if payload == "state" else aligned(nbytes)
 
-    def _offset(self, copy: PlacedCopy, payload: Payload) -> int:
+    def _offset(self, copy: DeviceCopy, payload: Payload) -> int:
         return self._offsets.get((payload, copy.tensor), copy.offset)
 
-    def range_of(self, copy: PlacedCopy) -> tuple[int, int]:
+    def range_of(self, copy: DeviceCopy) -> tuple[int, int]:
         """Return the range of the arena in which ``copy`` lies, with those beside it if states and sums are apart."""
         copies = self.beside.get(copy, [copy])
         return min(one.offset for one in copies), max(one.offset + one.room for one in copies)
@@ -191,7 +191,7 @@ class Emitter:
                     self._offsets[payload, copy.tensor] = offset
                     offset += self.room_of(payload, copy.tensor)
 
-    def _moved_in_settling(self) -> set[PlacedCopy]:
+    def _moved_in_settling(self) -> set[DeviceCopy]:
         """Return the stays that begin or end in a settling pass.
 
         What is on the device at its start stays there, and what an update on the device needs besides comes to its
@@ -239,7 +239,7 @@ class Emitter:
 
     def _prefetches(self, step: int) -> None:
         """Copies to the device by turns, then by need; activations before the weights that are needed with them."""
-        fetches: dict[tuple[int, int, int, int, bool], list[PlacedCopy]] = defaultdict(list)
+        fetches: dict[tuple[int, int, int, int, bool], list[DeviceCopy]] = defaultdict(list)
         for block, times in self.timetable.activations.items():
             if times.prefetch_at == step:
                 wait = self.decisions.activations_needed(block, self.profile) - step
@@ -263,11 +263,11 @@ class Emitter:
                 self._move("prefetch", step, "state", [copy for copy in states if copy.at_start], self.every, block)
                 self._move("prefetch", step, "sum", copies, self.every, block)
 
-    def _of_states(self, copies: Iterable[PlacedCopy]) -> list[PlacedCopy]:
+    def _of_states(self, copies: Iterable[DeviceCopy]) -> list[DeviceCopy]:
         """Return the copies that have states, and not a sum alone."""
         return [copy for copy in copies if self.bytes_of("state", copy.tensor)]
 
-    def _need(self, copy: PlacedCopy, step: int) -> tuple[int, int]:
+    def _need(self, copy: DeviceCopy, step: int) -> tuple[int, int]:
         """Return the block that needs ``copy`` first from ``step`` on, and how many steps later."""
         assert copy.stay is not None
         blocks, need = self.profile.tensors[copy.tensor].blocks, copy.stay.start
@@ -406,7 +406,7 @@ class Emitter:
             self.releases.update(dict.fromkeys(copies, tuple(out)))
 
     def _drops(self, step: int) -> None:
-        drops: dict[tuple[int, int], list[PlacedCopy]] = defaultdict(list)
+        drops: dict[tuple[int, int], list[DeviceCopy]] = defaultdict(list)
         for copy in self._released_at[step]:
             if copy.payload == "weight":
                 # What waits for a write-back does not delay the rest.
@@ -428,7 +428,7 @@ class Emitter:
         kind: OpKind,
         step: int,
         payload: Payload,
-        copies: list[PlacedCopy],
+        copies: list[DeviceCopy],
         passes: tuple[Pass, ...],
         block: int | None = None,
     ) -> list[int]:

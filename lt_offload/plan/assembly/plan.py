@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lt_offload.plan.assembly.copies import PlacedCopy
+from lt_offload.plan.assembly.copies import DeviceCopy
 from lt_offload.plan.assembly.groups import group_tensors, take_slots
 from lt_offload.plan.assembly.link import link
 from lt_offload.plan.assembly.ops import ONE_BATCH, Emitter, TiedTable
@@ -100,7 +100,7 @@ def build(
     return timed(plan, profile) if table is None else plan
 
 
-def _notes(copies: Sequence[PlacedCopy], profile: Profile) -> Iterator[str]:
+def _notes(copies: Sequence[DeviceCopy], profile: Profile) -> Iterator[str]:
     if profile.kernels:
         yield f"{KERNELS}{profile.kernels}; numbers are exactly those of the model with them, not transformers' own"
     for payload, total in (

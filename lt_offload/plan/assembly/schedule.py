@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lt_offload.plan.assembly.copies import CopyGroup, DeviceCopy, PlacedCopy
+from lt_offload.plan.assembly.copies import CopyGroup, DeviceCopy
 from lt_offload.plan.assembly.placement import place
 from lt_offload.plan.assembly.ranges import ArenaRanges, Key, Policy, Reserved
 from lt_offload.plan.assembly.sets import Stay
@@ -460,7 +460,7 @@ class _ScheduleRun:
             seconds=max(self.ends[-1] - self.ends[first - 1], self._later()),
         )
 
-    def _copies(self, arrivals: Mapping[int, tuple[int, int, int]]) -> Iterator[tuple[DeviceCopy, PlacedCopy]]:
+    def _copies(self, arrivals: Mapping[int, tuple[int, int, int]]) -> Iterator[tuple[DeviceCopy, DeviceCopy]]:
         """Yield every copy with its time and place; permanent ones lie at the bottom."""
         offset = 0
         for group in self.sets.always:
@@ -509,7 +509,7 @@ class _ScheduleRun:
         return following - 1
 
 
-def _side_by_side(group: CopyGroup, offset: int, *, arrival: int, turn: int) -> Iterator[tuple[DeviceCopy, PlacedCopy]]:
+def _side_by_side(group: CopyGroup, offset: int, *, arrival: int, turn: int) -> Iterator[tuple[DeviceCopy, DeviceCopy]]:
     for copy in group.copies:
-        yield copy, copy.placed(offset, arrival=arrival, turn=turn)
+        yield copy, replace(copy, offset=offset, arrival=arrival, turn=turn)
         offset += copy.room

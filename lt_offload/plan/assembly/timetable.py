@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lt_offload.plan.assembly.copies import PlacedCopy
+from lt_offload.plan.assembly.copies import DeviceCopy
 
 if TYPE_CHECKING:
     from lt_offload.plan.assembly.sets import Sets
@@ -21,7 +21,7 @@ class ActivationTimes:
     prefetch_at: int
     """The step in which they are fetched back."""
     turn: int
-    """Orders the copies of that step; see ``PlacedCopy.turn``."""
+    """Orders the copies of that step; see ``DeviceCopy.turn``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Timetable:
     """Times and places of all copies."""
 
     sets: Sets
-    copies: tuple[PlacedCopy, ...]
+    copies: tuple[DeviceCopy, ...]
     arena_bytes: int
     """Extent of the arena."""
     activations: Mapping[int, ActivationTimes]

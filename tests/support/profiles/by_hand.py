@@ -7,6 +7,7 @@ times are the test's. What planners decide is scheduled.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lt_offload.plan.assembly.copies import runs
@@ -65,7 +66,7 @@ def timetable(
     copies = {}
     for group, life, offset in zip(groups, lives, placed.offsets, strict=True):
         for copy in group.copies:
-            copies[copy] = copy.placed(offset, arrival=life.start, turn=0)
+            copies[copy] = replace(copy, offset=offset, arrival=life.start)
             offset += copy.room
     return Timetable(
         sets=sets,
