@@ -16,6 +16,7 @@ from dataclasses import replace
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.batch.profiles import in_parts, layer_major, micro_batch_major, scaled
 from lt_offload.plan.batch.splits import Split
+from lt_offload.plan.iteration.durations import least_computing_s
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import least_s, make_plan, relaxed_s
 from lt_offload.schema.explain import BINDS
@@ -82,11 +83,8 @@ def _binding(plan: Plan, profile: Profile) -> str:
 def _larger(plan: Plan, profile: Profile, settings: Settings) -> Iterator[str]:
     """Yield the gain of a larger update, in words, if one is worth it; by relaxed programs, and so an estimate."""
     split = Split(plan.batch_size * plan.accumulate, plan.accumulate, plan.parts)
-    computing = sum(
-        min(o.forward_s + block.has_backward * o.backward_s for o in block.options) for block in profile.blocks
-    )
     mine = plan.predicted.iteration_s / split.samples
-    if mine < _WORTH * profile.forwards * computing / plan.batch_size:
+    if mine < _WORTH * profile.forwards * least_computing_s(profile) / plan.batch_size:
         return  # no update trains so much more
     # Plans are as much slower than their programs for other sizes.
     slower = max(1.0, mine / promised_s(profile, split, settings))

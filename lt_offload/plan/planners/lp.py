@@ -101,16 +101,19 @@ def pairs(row: Row) -> list[Pair]:
     return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]
 
 
+def summed(problem: Problem, name: str, pairs: Iterable[Pair], high: float = inf) -> list[Pair]:
+    """Return a variable that equals the sum of ``pairs``, so that other rows need not repeat it."""
+    total = Variable(name, 0, high)
+    require(problem, [*pairs, (-1, total)], "==")
+    return [(1, total)]
+
+
 def totals(problem: Problem, name: str, rows: Sequence[Row]) -> list[list[Pair]]:
     """Return, per step, a variable that equals its row, which is never negative: for rows that others name."""
     named = []
     for step, row in enumerate(rows):
         terms = pairs(row)
-        if len(row) > 1:
-            total = Variable(f"{name}_{step:03d}", 0)
-            require(problem, [*terms, (-1, total)], "==")
-            terms = [(1, total)]
-        named.append(terms)
+        named.append(summed(problem, f"{name}_{step:03d}", terms) if len(row) > 1 else terms)
     return named
 
 

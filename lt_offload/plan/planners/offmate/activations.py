@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lt_offload.plan.planners.lp import Pair, Problem, Row, Variable, add, require
+from lt_offload.plan.planners.lp import Pair, Problem, Row, Variable, add, require, summed
 from lt_offload.schema.plan import Timeline
 
 Rows = Sequence[Row]
@@ -81,9 +81,5 @@ def _less(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def total(problem: Problem, name: str, pairs: list[Pair]) -> list[Pair]:
-    """Return a variable that equals the sum of ``pairs``, so that later rows need not repeat it."""
-    if len(pairs) <= 1:
-        return pairs
-    total = Variable(name, 0)
-    require(problem, [*pairs, (-1, total)], "==")
-    return [(1, total)]
+    """Return ``pairs``, as one variable if they are several."""
+    return summed(problem, name, pairs) if len(pairs) > 1 else pairs

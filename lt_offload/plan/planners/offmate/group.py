@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lt_offload.plan.planners.lp import Pair, Problem, Term, Variable, require
+from lt_offload.plan.planners.lp import Pair, Problem, Term, Variable, require, summed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group
 
@@ -193,9 +193,7 @@ class GroupBuilder:
         for tau, term in enumerate(flow):
             total = sums[-1] if isinstance(term, float) else [*sums[-1], (1.0, term)]
             if self.same and len(total) > _WRITTEN_OUT:
-                variable = Variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
-                require(self.problem, [*total, (-1, variable)], "==")
-                total = [(1.0, variable)]
+                total = summed(self.problem, f"{self.name}_{name}_{tau:03d}", total, 1)
             sums.append(total)
         return sums
 
