@@ -192,25 +192,30 @@ class Device(ABC):
         self._queue(queued)
         return queued
 
-    @abstractmethod
     def _queue(self, task: Any) -> None:
         """Give ``task`` to its lane."""
+        self._lanes.submit(task)
 
     @abstractmethod
     def mark(self, *, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> Event:
         """Return an event for all that the compute lane has been given so far, and declare what it accessed."""
 
-    @abstractmethod
     def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
         """Order what the compute lane is given from now on after ``events``, and declare what it will access."""
+        # The calling thread is the compute lane: without this, it would read what a copy has filled in part.
+        if awaited := (*events, *before_writing(writes)) if writes else events:
+            self._lanes.finish(awaited)
+        if events or self._lanes.failed:
+            self._lanes.check(events)
 
     def stream(self) -> object:
         """Return what the calling thread launches computations to at the moment; None where there is one such thing."""
         return None
 
-    @abstractmethod
     def synchronize(self, *events: Event) -> None:
         """Block the calling thread until ``events`` are done."""
+        self._lanes.finish(events)
+        self._lanes.check(events)
 
     def drain(self) -> None:
         """Block until every lane is idle; raises the first error of a task."""

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lt_offload.errors import BEYOND_THE_PLAN, OverBudget, UnsupportedError
 from lt_offload.execute.device.arena import Arena
-from lt_offload.execute.device.base import Buffer, Cell, Device, Event, before_writing
+from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.device.lanes import Lanes, Task, TaskRunner, plain_torch
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.heap import keep_freed_memory
@@ -100,25 +100,8 @@ class EmulatedDevice(Device):
     # -- lanes and events --------------------------------------------------------------------------------------------
 
     @override
-    def _queue(self, task: Task) -> None:
-        self._lanes.submit(task)
-
-    @override
     def mark(self, *, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> Event:
         return self._past
-
-    @override
-    def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
-        # The calling thread is the compute lane: without this, it would read what a copy has filled in part.
-        if awaited := (*events, *before_writing(writes)) if writes else events:
-            self._lanes.finish(awaited)
-        if events or self._lanes.failed:
-            self._lanes.check(events)
-
-    @override
-    def synchronize(self, *events: Event) -> None:
-        self._lanes.finish(events)
-        self._lanes.check(events)
 
     # -- memory outside the arena ------------------------------------------------------------------------------------
 
