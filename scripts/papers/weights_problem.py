@@ -30,9 +30,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+import pulp
+
 from lt_offload.errors import ConfigError
 from lt_offload.plan.papers.weights.model import Gap, WeightChain, require_room
-from lt_offload.plan.planners.lp import Pair, Problem, Term, Variable, add, require, run
+from lt_offload.plan.planners.lp import Pair, Problem, require, run
 
 _ITERATIONS = 24
 _AVERAGED = 6
@@ -126,7 +128,7 @@ def weights_bound(
     assert outcome != "infeasible", "every weight may be absent between its uses"
     if outcome == "stopped":
         raise ConfigError(f"time_limit={time_limit:g} is too short for the bound of {chain.layers} layers")
-    idle = max(0.0, program.problem.objective.value) * program.seconds_unit
+    idle = max(0.0, float(pulp.value(program.problem.objective))) * program.seconds_unit
     return chain.compute_s + idle * (1 if relaxed else 1 - gap)
 
 
@@ -135,9 +137,9 @@ class _Program:
         self.chain, self.whole = chain, whole
         self.bytes_unit = float(max(chain.weights) or 1)
         self.seconds_unit = chain.compute_s / chain.steps or self.bytes_unit / chain.h2d
-        self.problem = Problem()
+        self.problem = Problem("weights")
         steps = range(chain.steps)
-        self.idle = [Variable(f"idle_{step:03d}", 0) for step in steps]
+        self.idle = [self.problem.add_variable(f"idle_{step:03d}", 0) for step in steps]
         self.h2d: list[list[Pair]] = [[] for _ in steps]
         self.d2h: list[list[Pair]] = [[] for _ in steps]
         self.others: list[list[Pair]] = [[] for _ in steps]
@@ -146,27 +148,27 @@ class _Program:
                 self._add_layer(layer)
         for step in steps:
             self._limit_step(step)
-        add(self.problem.objective, [(1, idle) for idle in self.idle])
+        self.problem.setObjective(pulp.lpSum(self.idle))
 
     def _size(self, nbytes: float) -> float:
         return nbytes / self.bytes_unit
 
-    def _binary(self, name: str) -> Variable:
-        return Variable(name, 0, 1, whole=self.whole)
+    def _binary(self, name: str) -> pulp.LpVariable:
+        return self.problem.add_variable(name, 0, 1, cat=pulp.LpBinary if self.whole else pulp.LpContinuous)
 
     def _add_layer(self, layer: int) -> None:
         chain, problem, steps = self.chain, self.problem, self.chain.steps
         weight, changed = self._size(chain.weights[layer]), self._size(chain.changed[layer])
         backward = steps - 1 - layer
         name = f"w{layer:03d}"
-        on_device: Term = weight
-        on_host: Term = 0.0
+        on_device: pulp.LpVariable | float = weight
+        on_host: pulp.LpVariable | float = 0.0
         removed: dict[Literal["forward", "backward"], list[Pair]] = {"forward": [], "backward": []}
         for tau in range(steps):
             step, now, copied = (backward + tau) % steps, on_device, on_host
-            out = Variable(f"{name}_O_{step:03d}", 0, changed)
-            fetched = Variable(f"{name}_P_{step:03d}", 0, weight)
-            given = Variable(f"{name}_D_{step:03d}", 0, weight)
+            out = problem.add_variable(f"{name}_O_{step:03d}", 0, changed)
+            fetched = problem.add_variable(f"{name}_P_{step:03d}", 0, weight)
+            given = problem.add_variable(f"{name}_D_{step:03d}", 0, weight)
             self.h2d[step].append((1, fetched))
             self.d2h[step].append((1, out))
             if step == backward:
@@ -176,8 +178,8 @@ class _Program:
             else:
                 require(problem, [(1, now)], "==", weight)  # (5), second
             removed["backward" if tau <= 2 * layer else "forward"].append((1, given))
-            on_device = weight if tau == steps - 1 else Variable(f"{name}_m_{step:03d}", 0, weight)  # (6)
-            on_host = Variable(f"{name}_c_{step:03d}", 0, changed)
+            on_device = weight if tau == steps - 1 else problem.add_variable(f"{name}_m_{step:03d}", 0, weight)  # (6)
+            on_host = problem.add_variable(f"{name}_c_{step:03d}", 0, changed)
             require(problem, [(1, on_device), (-1, now), (-1, fetched), (1, given)], "==")  # (5), first
             require(problem, [(1, on_host), (-1, copied), (-1, out)], "==")
             require(problem, [(1, on_host), (1, on_device)], ">=", changed)  # (6), second: less than all is current

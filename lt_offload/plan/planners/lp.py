@@ -1,86 +1,39 @@
-"""Linear programs: variables, rows, and a run of HiGHS that says in one word how it ended."""
+"""Linear programs: rows in PuLP's terms, and a run of HiGHS that says in one word how it ended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import inf, nan
 from typing import Literal, TypeAlias
 
 import highspy
 import numpy as np
+import pulp
 from numpy.typing import NDArray
 
 from lt_offload.errors import PlanError
 
+Term: TypeAlias = pulp.LpVariable | float
+Pair: TypeAlias = tuple[float, Term]
+NameRows: TypeAlias = Callable[["Problem", str, Sequence[pulp.LpAffineExpression]], list[list[Pair]]]
+"""Adds variables, with a name, that equal rows; returns them."""
 Outcome = Literal["solved", "infeasible", "stopped"]
 """``stopped``: the time limit came before any usable solution."""
 Method = Literal["interior", "value", "again"]
+
+_SENSE = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
 
 _CANCELLED = 1e-12
 """Differences of coefficients below this are rounding errors."""
 
 
-@dataclass(eq=False, slots=True)
-class Variable:
-    """What a program decides; its rows say which it has, and their names the order."""
-
-    name: str
-    low: float = -inf
-    high: float = inf
-    whole: bool = False
-    """When branching."""
-    value: float = nan
-
-
-Term: TypeAlias = Variable | float
-Pair: TypeAlias = tuple[float, Term]
-
-
-class Row(dict[Variable, float]):
-    """A sum: the factor of each variable, and a constant."""
-
-    constant: float = 0.0
-
-    @property
-    def value(self) -> float:
-        """The sum for the values of its variables."""
-        return sum((factor * x.value for x, factor in self.items()), self.constant)
-
-
-NameRows: TypeAlias = Callable[["Problem", str, Sequence[Row]], list[list[Pair]]]
-"""Adds variables, with a name, that equal rows; returns them."""
-
-
-class Problem:
-    """An objective to minimise, and rows between a least and a most; no row is added once it has been solved."""
-
-    model: highspy.Highs
-
-    def __init__(self) -> None:
-        self.objective = Row()
-        self.rows: list[tuple[Row, float, float]] = []
-
-    @cached_property
-    def variables(self) -> list[Variable]:
-        """All that the objective and the rows name."""
-        named = {x: None for row in (self.objective, *(row for row, _, _ in self.rows)) for x in row}
-        return sorted(named, key=lambda x: x.name)
-
-    def limits(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the least of each variable, and the most."""
-        return np.array([float(x.low) for x in self.variables]), np.array([float(x.high) for x in self.variables])
-
-
-def add(row: Row, pairs: Iterable[Pair]) -> None:
+def add(row: pulp.LpAffineExpression, pairs: Iterable[Pair]) -> None:
     """Add products of a number and a variable (or constant) to ``row``."""
     for factor, term in pairs:
         # A number may stand for a variable where nothing is to be decided, and rows stay the same.
         if isinstance(term, float):
             row.constant += factor * term
         elif factor:
-            row[term] = row.get(term, 0.0) + factor
+            row.addterm(term, factor)
 
 
 def require(
@@ -90,25 +43,24 @@ def require(
     right: float = 0.0,
 ) -> None:
     """Add the row ``sum(pairs) relation right`` to ``problem``."""
-    row = Row()
+    row = pulp.LpAffineExpression()
     add(row, pairs)
-    limit = right - row.constant
-    problem.rows.append((row, -inf if relation == "<=" else limit, inf if relation == ">=" else limit))
+    problem.addConstraint(pulp.LpConstraint(row, sense=_SENSE[relation], rhs=right))
 
 
-def pairs(row: Row) -> list[Pair]:
+def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
     """Return the terms of ``row``, its constant included."""
     return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]
 
 
-def summed(problem: Problem, name: str, pairs: Iterable[Pair], high: float = inf) -> list[Pair]:
+def summed(problem: pulp.LpProblem, name: str, pairs: Iterable[Pair], high: float | None = None) -> list[Pair]:
     """Return a variable that equals the sum of ``pairs``, so that other rows need not repeat it."""
-    total = Variable(name, 0, high)
+    total = problem.add_variable(name, 0, high)
     require(problem, [*pairs, (-1, total)], "==")
     return [(1, total)]
 
 
-def totals(problem: Problem, name: str, rows: Sequence[Row]) -> list[list[Pair]]:
+def totals(problem: pulp.LpProblem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
     """Return, per step, a variable that equals its row, which is never negative: for rows that others name."""
     named = []
     for step, row in enumerate(rows):
@@ -117,15 +69,15 @@ def totals(problem: Problem, name: str, rows: Sequence[Row]) -> list[list[Pair]]
     return named
 
 
-def levels(problem: Problem, name: str, rows: Sequence[Row]) -> list[list[Pair]]:
+def levels(problem: Problem, name: str, rows: Sequence[pulp.LpAffineExpression]) -> list[list[Pair]]:
     """Return, per step, a variable that equals its row, for rows that are alike.
 
     Each is the one before and what has changed since, so that a term is named where it begins and where it ends only.
     """
     named: list[list[Pair]] = []
-    before = Row()
+    before = pulp.LpAffineExpression()
     for step, row in enumerate(rows):
-        level = Variable(f"{name}_{step:03d}")
+        level = problem.add_variable(f"{name}_{step:03d}")
         changes = [(row.get(x, 0.0) - before.get(x, 0.0), x) for x in {**row, **before}]
         changed = [(factor, x) for factor, x in changes if abs(factor) > _CANCELLED]
         constant = row.constant - before.constant
@@ -143,34 +95,95 @@ class _Silent(highspy.Highs):
         super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
-def _pass(problem: Problem, *, whole: bool) -> None:
-    """Hand ``problem`` over as arrays: row by row that takes as long as it is solved."""
-    variables, rows = problem.variables, problem.rows
-    columns = {variable: index for index, variable in enumerate(variables)}
-    entries = [[(columns[x], factor) for x, factor in row.items() if factor] for row, _, _ in rows]
-    flat = [entry for row in entries for entry in row]
-    kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
-    status = problem.model.passModel(
-        len(variables),
-        len(rows),
-        len(flat),
-        int(highspy.MatrixFormat.kRowwise),
-        int(highspy.ObjSense.kMinimize),
-        0.0,
-        np.array([problem.objective.get(variable, 0.0) for variable in variables]),
-        *problem.limits(),
-        np.array([low for _, low, _ in rows]),
-        np.array([high for _, _, high in rows]),
-        np.cumsum([0, *map(len, entries)], dtype=np.int32),
-        np.array([column for column, _ in flat], dtype=np.int32),
-        np.array([factor for _, factor in flat], dtype=np.float64),
-        np.array([int(kinds[whole and x.whole]) for x in variables], dtype=np.int32),
-    )
-    if status == highspy.HighsStatus.kError:
-        raise PlanError(
-            "no program can be solved for this profile: its sizes and times differ by more than numbers can hold; "
-            "measure or estimate it again"
+class Problem(pulp.LpProblem):  # type: ignore[misc]
+    """A program that collects its variables once: PuLP does so from all rows, several times in every run."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, pulp.LpMinimize)
+        self._collected: list[pulp.LpVariable] = []
+        self.rows: list[pulp.LpConstraint] = []
+
+    def addConstraint(self, constraint: pulp.LpConstraint, name: str | None = None) -> None:
+        """Add a row; PuLP has several forms to ask for them, by version."""
+        super().addConstraint(constraint, name)
+        self.rows.append(constraint)
+
+    def variables(self) -> list[pulp.LpVariable]:
+        """Return the variables, ordered by name; no row may be added afterwards."""
+        self._collected = self._collected or super().variables()
+        return self._collected
+
+
+class _Solver(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's HiGHS, to which a program is handed over as arrays: row by row that takes as long as it is solved."""
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        lp.solverModel = _Silent()  # type: ignore[no-untyped-call]
+        for name, value in {"time_limit": self.timeLimit, **self.optionsDict}.items():
+            lp.solverModel.setOptionValue(name, value)
+
+    def buildSolverModel(self, lp: Problem) -> None:
+        variables, rows, infinity = lp.variables(), lp.rows, highspy.kHighsInf
+        for index, variable in enumerate(variables):
+            variable.index = index
+        entries = [[(x.index, factor) for x, factor in row.items() if factor] for row in rows]
+        flat = [entry for row in entries for entry in row]
+        lows, highs = [row.getLb() for row in rows], [row.getUb() for row in rows]
+        kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
+        whole = [bool(self.mip and variable.cat == pulp.LpInteger) for variable in variables]
+        status = lp.solverModel.passModel(
+            len(variables),
+            len(rows),
+            len(flat),
+            int(highspy.MatrixFormat.kRowwise),
+            int(highspy.ObjSense.kMinimize),
+            0.0,
+            np.array([lp.objective.get(variable, 0.0) for variable in variables]),
+            *_limits(variables),
+            np.array([-infinity if low is None else low for low in lows]),
+            np.array([infinity if high is None else high for high in highs]),
+            np.cumsum([0, *map(len, entries)], dtype=np.int32),
+            np.array([column for column, _ in flat], dtype=np.int32),
+            np.array([factor for _, factor in flat], dtype=np.float64),
+            np.array([int(kinds[one]) for one in whole], dtype=np.int32),
         )
+        if status == highspy.HighsStatus.kError:
+            raise PlanError(
+                "no program can be solved for this profile: its sizes and times differ by more than numbers can hold; "
+                "measure or estimate it again"
+            )
+
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
+        for variable, value in zip(lp.variables(), lp.solverModel.getSolution().col_value, strict=False):
+            variable.varValue = value
+        return pulp.LpStatusOptimal, pulp.LpSolutionOptimal  # `run` asks HiGHS
+
+
+def _limits(variables: Sequence[pulp.LpVariable]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the least and the most of ``variables``."""
+    infinity = highspy.kHighsInf
+    lows, highs = [variable.lowBound for variable in variables], [variable.upBound for variable in variables]
+    return (
+        np.array([-infinity if low is None else low for low in lows]),
+        np.array([infinity if high is None else high for high in highs]),
+    )
+
+
+class _Again(_Solver):
+    """HiGHS, going on from the basis in which the last run of the same rows has ended.
+
+    Bounds of variables may have changed since. The dual simplex method has little to do then, see Koberstein, "The dual
+    simplex method, techniques for a fast and stable implementation" (2005).
+    """
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        model = lp.solverModel
+        model.setOptionValue("solver", "simplex")
+        model.setOptionValue("time_limit", model.getRunTime() + self.timeLimit)
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+        variables = lp.variables()
+        lp.solverModel.changeColsBounds(len(variables), np.arange(len(variables)), *_limits(variables))
 
 
 def run(problem: Problem, *, time_limit: float, gap: float | None = None, method: Method = "interior") -> Outcome:
@@ -181,41 +194,28 @@ def run(problem: Problem, *, time_limit: float, gap: float | None = None, method
         time_limit: seconds.
         gap: relative gap at which branching may stop; None solves the continuous relaxation, to optimality.
         method: for the relaxation: the interior point method; ``value``: without a basis in the end, where only the
-            objective matters; ``again``: the dual simplex method from the basis in which the last run of the same rows
-            has ended, of which it changes little if only bounds of variables have changed since, see Koberstein, "The
-            dual simplex method, techniques for a fast and stable implementation" (2005).
+            objective matters; ``again``: the dual simplex method, for a problem that has been solved before and has the
+            same rows, but other bounds of variables.
     """
     if time_limit <= 0:
         return "stopped"
     # The number of threads is left to HiGHS: it has one scheduler per process and refuses to run when asked for another
     # number.
-    again = method == "again" and gap is None
-    if gap is not None:
-        options: dict[str, str | float] = {"mip_rel_gap": gap}
-    elif again:
-        options = {"solver": "simplex"}
-    else:
+    if method == "again" and gap is None:
+        solver: _Solver = _Again(mip=False, timeLimit=time_limit)
+    elif gap is None:
         # The search for a basis, "crossover", may take longer than the method itself.
-        options = {"solver": "ipm", "run_crossover": "off" if method == "value" else "on"}
-    if not again:
-        problem.model = _Silent()  # type: ignore[no-untyped-call]
-    model = problem.model
-    # HiGHS counts the time of all runs of a model.
-    for name, value in {"time_limit": model.getRunTime() + time_limit, **options}.items():
-        model.setOptionValue(name, value)
-    if again:
-        model.changeColsBounds(len(problem.variables), np.arange(len(problem.variables)), *problem.limits())
+        crossover = "off" if method == "value" else "on"
+        solver = _Solver(mip=False, timeLimit=time_limit, solver="ipm", run_crossover=crossover)
     else:
-        _pass(problem, whole=gap is not None)
-    model.run()
-    # Without a solution there are no values.
-    for variable, value in zip(problem.variables, model.getSolution().col_value, strict=False):
-        variable.value = value
-    status = model.getModelStatus()
+        solver = _Solver(mip=True, timeLimit=time_limit, mip_rel_gap=gap)
+    problem.solve(solver)
+    status = problem.solverModel.getModelStatus()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return "infeasible"
     if status == highspy.HighsModelStatus.kOptimal:
         return "solved"
-    # A relaxation that was stopped is useless; a branching may hold a whole solution.
-    feasible = model.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    # PuLP reports a stopped run as optimal. Of a relaxation that is useless; of a branching it may hold a whole
+    # solution.
+    feasible = problem.solverModel.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     return "solved" if gap is not None and feasible else "stopped"

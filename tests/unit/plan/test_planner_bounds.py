@@ -137,7 +137,7 @@ def updated_by_host(profile: Profile, room: int) -> Iterator[tuple[Group, float]
     config = OffmateConfig(budget_bytes=budget_for(room, profile), optimistic=True)
     for terms in LinearProgram(profile, config).terms:
         if not isinstance(terms.host_share, float):
-            yield terms.group, terms.host_share.low
+            yield terms.group, terms.host_share.lowBound
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lt_offload.plan.planners.lp import Pair, Problem, Row, Variable, add, require, summed
+import pulp
+
+from lt_offload.plan.planners.lp import Pair, add, require, summed
 from lt_offload.schema.plan import Timeline
 
-Rows = Sequence[Row]
+Rows = Sequence[pulp.LpAffineExpression]
 """One per step."""
 
 
 def pool_copies(
-    problem: Problem,
+    problem: pulp.LpProblem,
     timeline: Timeline,
     offloaded: Mapping[int, list[Pair]],
     lanes: tuple[tuple[Rows, float], tuple[Rows, float]],
@@ -38,7 +40,7 @@ def pool_copies(
         By step, bytes that leave after its computation, and that arrive after it.
     """
     steps = len(timeline)
-    left, arrived = ([Variable(f"{name}_{step:03d}", 0) for step in range(steps)] for name in ("out", "in"))
+    left, arrived = ([problem.add_variable(f"{name}_{step:03d}", 0) for step in range(steps)] for name in ("out", "in"))
     made: list[Pair] = []
     gone: list[Pair] = []
     left_behind: dict[int, list[Pair]] = {}
@@ -48,7 +50,7 @@ def pool_copies(
         gone = total(problem, f"gone_{step:03d}", [*gone, (1, left[step])])
         require(problem, [*gone, *_less(made)], "<=" if step < steps - 1 else "==")
         if waiting:
-            room = Variable(f"waits_{step:03d}", 0)
+            room = problem.add_variable(f"waits_{step:03d}", 0)
             leaves = gone if step == leaves_within else gone_before
             require(problem, [*waiting, *_less(leaves), (-1, room)], "<=")
             add(memory[step], [(1, room)])
@@ -65,7 +67,7 @@ def pool_copies(
         require(problem, [*back, *_less(needed)], ">=")
         before = back
         back = total(problem, f"there_{step:03d}", [*back, (1, arrived[step])])
-        behind, room = (Variable(f"{name}_{step:03d}", 0) for name in ("behind", "back"))
+        behind, room = (problem.add_variable(f"{name}_{step:03d}", 0) for name in ("behind", "back"))
         require(problem, [*before, *_less(needed), (-1, room)], "<=")
         require(problem, [*back, *_less(needed), (-1, behind), (-1, room)], "<=")
         add(memory[step], [(1, room)])
@@ -80,6 +82,6 @@ def _less(pairs: Sequence[Pair]) -> list[Pair]:
     return [(-factor, term) for factor, term in pairs]
 
 
-def total(problem: Problem, name: str, pairs: list[Pair]) -> list[Pair]:
+def total(problem: pulp.LpProblem, name: str, pairs: list[Pair]) -> list[Pair]:
     """Return ``pairs``, as one variable if they are several."""
     return summed(problem, name, pairs) if len(pairs) > 1 else pairs

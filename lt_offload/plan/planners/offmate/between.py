@@ -10,19 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lt_offload.plan.planners.lp import Pair, Problem, Row, Term, Variable, add, levels, pairs, require
+import pulp
+
+from lt_offload.plan.planners.lp import Pair, Term, add, levels, pairs, require
 from lt_offload.plan.planners.offmate.group import GroupTerms
 
 
 class Between:
     """Left-hand sides per step, and the rows that are made of them; bytes and seconds in the program's units."""
 
-    def __init__(self, problem: Problem, steps: int) -> None:
+    def __init__(self, problem: pulp.LpProblem, steps: int) -> None:
         self._problem, self._steps = problem, steps
-        self.computing, self.arena, self.d2h, self.host = ([Row() for _ in range(steps)] for _ in range(4))
+        self.computing, self.arena, self.d2h, self.host = (
+            [pulp.LpAffineExpression() for _ in range(steps)] for _ in range(4)
+        )
         """Seconds of the step's own forward or backward; bytes at its end, with what the next one finds; seconds of
         copies and updates that cannot begin before."""
-        self.arriving = [Variable(f"late_{step:03d}", 0) for step in range(steps)]
+        self.arriving = [problem.add_variable(f"late_{step:03d}", 0) for step in range(steps)]
         """Bytes of the arena that arrive after the computation."""
         self.fetched: dict[int, list[Pair]] = {}
         """By step: bytes of activations that arrive then."""

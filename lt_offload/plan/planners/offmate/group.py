@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lt_offload.plan.planners.lp import Pair, Problem, Term, Variable, require, summed
+import pulp
+
+from lt_offload.plan.planners.lp import Pair, Term, require, summed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group
 
@@ -46,7 +48,7 @@ class GroupBuilder:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: pulp.LpProblem,
         name: str,
         group: Group,
         uses: tuple[int, ...],
@@ -70,12 +72,12 @@ class GroupBuilder:
         # What has no variable of its own is counted in bounds only, which must not leave out what a plan may do.
         between = config.update_reach or first_use
         far = [f"{name}_{flow}" for flow, count in (("OG", 1), ("OP", 2)) if first_use > count * between]
-        pooled = {far_name: Variable(far_name, 0, 1) for far_name in far if on_host and self.same}
+        pooled = {far_name: problem.add_variable(far_name, 0, 1) for far_name in far if on_host and self.same}
         self.terms = GroupTerms(
             group=group,
             uses=uses,
             late=late,
-            host_share=Variable(f"{name}_X", 0, 1) if on_host or late else 0.0,
+            host_share=problem.add_variable(f"{name}_X", 0, 1) if on_host or late else 0.0,
             resident=resident,
             prefetch=self._flow("P", {*fetched, *((0,) * self.same if on_host else ())}),
             write_back=self._flow("OW", self._write_backs(uses, release) if trainable else ()),
@@ -109,7 +111,7 @@ class GroupBuilder:
     def _flow(self, name: str, taus: Iterable[int]) -> list[Term]:
         flow: list[Term] = [0.0] * self.steps
         for tau in taus:
-            flow[tau] = Variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
+            flow[tau] = self.problem.add_variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
         return flow
 
     def _residency(self, name: str, uses: tuple[int, ...], release: int) -> tuple[list[Term], list[int]]:
@@ -128,7 +130,7 @@ class GroupBuilder:
             for position, tau in enumerate(gap):
                 explicit = position < release or position >= len(gap) - len(late)
                 if explicit or middle is None:
-                    resident[tau] = Variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
+                    resident[tau] = self.problem.add_variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
                     middle = middle if explicit else resident[tau]
                 else:
                     resident[tau] = middle

@@ -59,22 +59,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import pulp
+
 from lt_offload.plan.iteration.computations import SAVED
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.iteration.timeline import Pace, timeline
-from lt_offload.plan.planners.lp import (
-    NameRows,
-    Pair,
-    Problem,
-    Row,
-    Term,
-    Variable,
-    add,
-    levels,
-    pairs,
-    require,
-    totals,
-)
+from lt_offload.plan.planners.lp import NameRows, Pair, Problem, Term, add, levels, pairs, require, totals
 from lt_offload.plan.planners.offmate.activations import pool_copies
 from lt_offload.plan.planners.offmate.between import Between
 from lt_offload.plan.planners.offmate.config import OffmateConfig
@@ -118,17 +108,17 @@ class LinearProgram:
         self.host_rate = profile.optimizer.host_bytes_per_s * per_second
         self.device_rate = profile.optimizer.device_bytes_per_s * per_second
 
-        self.problem = Problem()
+        self.problem = Problem("offmate")
         self.comp: list[list[Term]] = []
         self.terms: list[GroupTerms] = []
         # Left-hand sides per step: two pools of device memory, four resources, and what computations have to wait for.
         self.arena, self.other, self.compute, self.h2d, self.d2h, self.host, self.exposed = (
-            [Row() for _ in range(self.steps)] for _ in range(7)
+            [pulp.LpAffineExpression() for _ in range(self.steps)] for _ in range(7)
         )
-        self.host_memory = Row()
-        self.arriving: defaultdict[int, Row] = defaultdict(Row)
+        self.host_memory = pulp.LpAffineExpression()
+        self.arriving: defaultdict[int, pulp.LpAffineExpression] = defaultdict(pulp.LpAffineExpression)
         """By step: bytes of its gradients that the host updates with."""
-        self.launched = Row()
+        self.launched = pulp.LpAffineExpression()
         self.work: dict[str, list[list[Pair]]] = {}
         """By lane and step: what it has to do, once all of it is known."""
         self.offloaded: dict[int, list[Pair]] = {}
@@ -172,7 +162,7 @@ class LinearProgram:
             fixed.append((self.device_budget, budget_bytes and room_within(budget_bytes, self.profile)))
         for budget, count in fixed:
             if budget is not None and count is not None:
-                budget.low = budget.high = self._size(count)
+                budget.lowBound = budget.upBound = self._size(count)
 
     def _size(self, count: float) -> float:
         return count / self.bytes_unit
@@ -188,13 +178,13 @@ class LinearProgram:
             weights: list[Term] = [1.0]
             if len(options) > 1:
                 names = [f"b{index:03d}_{option.name}" for option in options]
-                weights = [Variable(name, 0, 1, whole=True) for name in names]
+                weights = [self.problem.add_variable(name, 0, 1, cat=pulp.LpBinary) for name in names]
                 require(self.problem, [(1, weight) for weight in weights], "==", 1)  # C1
             self.comp.append(weights)
             self._count_block(index, block, options, weights, held)
             # One variable per prefix of the blocks instead of a sum over the prefix in every step.
             own = [(self._size(held_bytes(block, o)), weight) for o, weight in zip(options, weights, strict=True)]
-            before, held = held, Variable(f"h{index:03d}", 0)
+            before, held = held, self.problem.add_variable(f"h{index:03d}", 0)
             require(self.problem, [*own, (1, before), (-1, held)], "==")
 
     def _count_block(
@@ -266,7 +256,7 @@ class LinearProgram:
             (self.d2h, self.d2h_rate, range(forward, latest + 1)),
             (self.h2d, self.h2d_rate, range(earliest, backward + 1)),
         ):
-            flows = [Variable(f"a{index:03d}_{step:03d}", 0) for step in steps]
+            flows = [self.problem.add_variable(f"a{index:03d}_{step:03d}", 0) for step in steps]
             require(self.problem, [*offloaded, *((-1, flow) for flow in flows)], "==")
             for step, flow in zip(steps, flows, strict=True):
                 add(rows[step], [(1 / rate, flow)])
@@ -391,7 +381,7 @@ class LinearProgram:
         room -= least_backward(self.profile, block, self.options[block], host_update=self.config.host_update)
         trained = [tensor for index in v.group.tensors if (tensor := self.profile.tensors[index]).trainable]
         too_large = sum(tensor.bytes for tensor in trained if tensor.bytes + tensor.state_bytes > room)
-        v.host_share.low = too_large / v.group.trainable_bytes
+        v.host_share.lowBound = too_large / v.group.trainable_bytes
 
     def _count_transfers(self, v: GroupTerms) -> None:
         copied = self._copied_bytes(v.group)
@@ -451,17 +441,17 @@ class LinearProgram:
                     works.append(PooledWork((amount, term), made + reach, made + last))
             pool_work(self.problem, f"pooled_{lane}", works, [*rows[backward:], *rows[:backward]])
 
-    def _limit_device(self) -> Variable | None:
+    def _limit_device(self) -> pulp.LpVariable | None:
         """Add C9; return what the budget leaves a plan, None without limit."""
-        budget: Variable | None = None
+        budget: pulp.LpVariable | None = None
         if self.objective == "device":
-            budget = Variable("budget", 0)
+            budget = self.problem.add_variable("budget", 0)
         elif self.config.budget_bytes is not None:
-            budget = Variable("budget")
+            budget = self.problem.add_variable("budget")
         if budget is None:
             return None
         split = self.config.pools == "split"
-        extent: Term = Variable("extent", 0) if split else 0.0
+        extent: Term = self.problem.add_variable("extent", 0) if split else 0.0
         arenas = self._named("arena", self.arena, levels)
         for arena, other in zip(arenas, self.other, strict=True):
             if split:
@@ -473,30 +463,30 @@ class LinearProgram:
             self.between.limit_arena(others, extent if split else budget)
         return budget
 
-    def _named(self, name: str, rows: Sequence[Row], way: NameRows) -> list[list[Pair]]:
+    def _named(self, name: str, rows: Sequence[pulp.LpAffineExpression], way: NameRows) -> list[list[Pair]]:
         """Return what equals ``rows``: in bounds, variables that keep the matrix small."""
         return way(self.problem, name, rows) if self.config.optimistic else [pairs(row) for row in rows]
 
-    def _limit_host(self) -> Variable | None:
+    def _limit_host(self) -> pulp.LpVariable | None:
         """Add C10; return the budget like :meth:`_limit_device`."""
         if self.config.host_budget_bytes is None:
             return None
-        budget = Variable("host_budget")
+        budget = self.problem.add_variable("host_budget")
         gradients = self.gradients_on_host()
         require(self.problem, [*pairs(self.host_memory), *gradients, (-1, budget)], "<=")  # C10
         return budget
 
     def gradients_on_host(self) -> list[Pair]:
         """Return terms for the host memory of gradients: those of different steps take turns in it."""
-        most = Variable("gradients", 0)
+        most = self.problem.add_variable("gradients", 0)
         for row in self.arriving.values():
             require(self.problem, [*pairs(row), (-1, most)], "<=")
         return [(1, most)]
 
-    def _limit_times(self) -> list[Variable]:
+    def _limit_times(self) -> list[pulp.LpVariable]:
         if self.objective != "time":
             return []
-        times = [Variable(f"t{step:03d}", 0) for step in range(self.steps)]
+        times = [self.problem.add_variable(f"t{step:03d}", 0) for step in range(self.steps)]
         lanes = {"compute": self.compute, "h2d": self.h2d, "d2h": self.d2h, "host": self.host}
         self.work = {lane: self._named(lane, rows, totals) for lane, rows in lanes.items()}
         computed = [[*own, *pairs(waits)] for own, waits in zip(self.work["compute"], self.exposed, strict=True)]
@@ -514,7 +504,7 @@ class LinearProgram:
         return times
 
     def _set_objective(self) -> None:
-        goal = self.problem.objective
+        goal = pulp.LpAffineExpression()
         if self.objective == "time":
             add(goal, [(1, time) for time in self.times])
             for row in (*self.work["h2d"], *self.work["d2h"]):
@@ -522,6 +512,7 @@ class LinearProgram:
         else:
             assert self.device_budget is not None
             add(goal, [(1, self.device_budget)])
+        self.problem.setObjective(goal)
 
 
 def _hardly_read(tensor: TensorProfile) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import pulp
+
 from lt_offload.plan.iteration.durations import accumulated, added
-from lt_offload.plan.planners.lp import Pair, Variable, add, require
+from lt_offload.plan.planners.lp import Pair, add, require
 from lt_offload.plan.planners.offmate.model import LinearProgram
 from lt_offload.plan.planners.sharing import sharing_rows
 from lt_offload.schema.lanes import LaneName
@@ -38,19 +40,19 @@ class PassProgram(LinearProgram):
         """By lane: work that may be done in any step."""
         super().__init__(*args, **kwargs)
 
-    def _limit_device(self) -> Variable | None:
+    def _limit_device(self) -> pulp.LpVariable | None:
         trained: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, tensor in enumerate(self._whole.tensors):
             if tensor.trainable and tensor.bytes:
                 trained[tensor.blocks].append(index)
-        arriving = Variable("arriving", 0)
+        arriving = self.problem.add_variable("arriving", 0)
         if self._window > 1:
             add(self.host_memory, [(1, arriving)])
         for number, (blocks, tensors) in enumerate(trained.items()):
             self._count_group(f"g{number:03d}", blocks[0], tensors, arriving)
         return super()._limit_device()
 
-    def _count_group(self, name: str, block: int, tensors: list[int], arriving: Variable) -> None:
+    def _count_group(self, name: str, block: int, tensors: list[int], arriving: pulp.LpVariable) -> None:
         """Count the gradients of ``tensors``.
 
         Args:
@@ -60,7 +62,7 @@ class PassProgram(LinearProgram):
             arriving: the most gradients that arrive in RAM in one step.
         """
         trained = [self._whole.tensors[index] for index in tensors]
-        share = Variable(f"{name}_X", 0, 1 if self.config.host_update else 0)
+        share = self.problem.add_variable(f"{name}_X", 0, 1 if self.config.host_update else 0)
         size, once = self._size(sum(tensor.bytes for tensor in trained)), 1 / self._window
         on_host = once + (1 - once) * min(accumulated(tensor, self._whole) / tensor.bytes for tensor in trained)
         on_device = once + (1 - once) * min(added(tensor) / tensor.bytes for tensor in trained)
@@ -74,7 +76,7 @@ class PassProgram(LinearProgram):
         arena = self.arena if self.between is None else self.between.arena
         add(arena[self.timeline.backward(block)], [(room, 1.0), (-room, share)])
 
-    def _limit_times(self) -> list[Variable]:
+    def _limit_times(self) -> list[pulp.LpVariable]:
         times = super()._limit_times()
         direct = any(tensor.zero_copy for tensor in self.profile.tensors)
         alone = [{lane: 1.0} for lane in self._free]

@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lt_offload.plan.planners.lp import Pair, Problem, Row, Term, Variable, add, require
+import pulp
+
+from lt_offload.plan.planners.lp import Pair, Term, add, require
 from lt_offload.plan.planners.offmate.activations import Rows, total
 
 
@@ -31,7 +33,9 @@ class PooledWork:
     """Steps, counted from the first backward on."""
 
 
-def pool_work(problem: Problem, name: str, works: Sequence[PooledWork], rows: Sequence[Row]) -> None:
+def pool_work(
+    problem: pulp.LpProblem, name: str, works: Sequence[PooledWork], rows: Sequence[pulp.LpAffineExpression]
+) -> None:
     """Count ``works`` in a lane's ``rows``, one per step from the first backward on."""
     if not works:
         return
@@ -40,7 +44,7 @@ def pool_work(problem: Problem, name: str, works: Sequence[PooledWork], rows: Se
     done: list[Pair] = []
     end = max(work.last for work in works)
     for step in range(min(work.first for work in works), end + 1):
-        flow = Variable(f"{name}_{step:03d}", 0)
+        flow = problem.add_variable(f"{name}_{step:03d}", 0)
         add(rows[step], [(1, flow)])
         done = total(problem, f"{name}_done_{step:03d}", [*done, (1, flow)])
         begun = [*begun, *(work.amount for work in works if work.first == step)]
@@ -63,7 +67,7 @@ class Rerun:
 
 
 def pool_reruns(
-    problem: Problem, reruns: Mapping[int, Sequence[Rerun]], compute: Rows, own: Rows, memory: Rows
+    problem: pulp.LpProblem, reruns: Mapping[int, Sequence[Rerun]], compute: Rows, own: Rows, memory: Rows
 ) -> None:
     """Count ``reruns`` in rows, one per step.
 
@@ -81,7 +85,7 @@ def pool_reruns(
     done: list[Pair] = []
     due: list[Pair] = []
     for step in sorted(reruns):
-        within, early, ahead = (Variable(f"{name}_{step:03d}", 0) for name in ("again", "early", "ahead"))
+        within, early, ahead = (problem.add_variable(f"{name}_{step:03d}", 0) for name in ("again", "early", "ahead"))
         now = [(rerun.seconds, rerun.weight) for rerun in reruns[step] if rerun.seconds]
         due = total(problem, f"again_due_{step:03d}", [*due, *now])
         less = [(-factor, x) for factor, x in due]

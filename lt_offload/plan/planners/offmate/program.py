@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
+import pulp
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.iteration.memory import budget_for
@@ -113,7 +114,7 @@ class ProgramSearch:
         # The traffic term of a solution is at most twice its time per unit of weight, because every step lasts at least
         # as long as its copies in each direction; so this is a bound of the time alone.
         weight = self.config.traffic_weight if self.program.objective == "time" else 0.0
-        self.bound = min(self.program.problem.objective.value / (1 + 2 * weight), self.objective)
+        self.bound = min(pulp.value(self.program.problem.objective) / (1 + 2 * weight), self.objective)
         return True
 
     @property
@@ -126,8 +127,8 @@ class ProgramSearch:
         """The value of the solution, in the program's units."""
         program = self.program
         if program.objective == "time":
-            return sum(step.value for step in program.times)
-        return program.problem.objective.value
+            return float(sum(step.varValue for step in program.times))
+        return float(pulp.value(program.problem.objective))
 
     def _solve(self, gap: float | None, method: Method = "interior") -> Outcome:
         remaining = self.deadline - time.monotonic()
@@ -149,13 +150,13 @@ class ProgramSearch:
             for position, weight in enumerate(weights):
                 if not isinstance(weight, float):
                     # Options are fixed by bounds, which branching sets free again.
-                    weight.low = weight.high = float(position == index)
+                    weight.lowBound = weight.upBound = float(position == index)
         return self.objective if self._solved(self._solve(None)) else math.inf
 
     def _branch(self, rounded: float) -> bool:
         """Solve with branching; keep the better of its options and the rounded ones, whose objective is ``rounded``."""
         for weight in (weight for weights in self.program.comp for weight in weights if not isinstance(weight, float)):
-            weight.low, weight.high = 0, 1
+            weight.lowBound, weight.upBound = 0, 1
         outcome = self._solve(self.config.gap)
         branched = math.inf
         if outcome == "solved":
@@ -216,9 +217,10 @@ def value_of(term: Term, high: float = 1.0) -> float:
     """Return the value of a variable or constant, without the solver's rounding errors."""
     if isinstance(term, float):
         return term
-    if term.value < _SNAP:
+    value = float(term.varValue)
+    if value < _SNAP:
         return 0.0
-    return high if term.value > high - _SNAP else term.value
+    return high if value > high - _SNAP else value
 
 
 def _flows(terms: GroupTerms) -> GroupFlows:
