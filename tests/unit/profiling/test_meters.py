@@ -96,7 +96,34 @@ def test_lists_that_are_written_count_wherever_they_stand() -> None:
         aten._foreach_add_.List(lists[0], lists[1])
         assert meter.traffic - before == 2 * once
         aten._foreach_add.List_out(lists[0], lists[1], out=lists[2])
-        assert meter.traffic - before >= 3 * once > 0
+        assert meter.traffic - before == 3 * once > 0
+        aten.add.out(lists[0][0], lists[1][0], out=lists[2][0])
+        assert meter.traffic - before == 3.5 * once
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["gradients as they are", "gradients with a scale"])
+def test_fused_updates_write_gradients_that_have_a_scale(scaled: bool) -> None:
+    weights, grads, first, second = ([torch.ones(1000)] for _ in range(4))
+    steps, one = [torch.ones(())], torch.ones(())
+    with Roofline(MACHINE) as meter:
+        meter.traffic = 0
+        torch._fused_adamw_(
+            weights,
+            grads,
+            first,
+            second,
+            [],
+            steps,
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.99,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+            **({"grad_scale": one, "found_inf": torch.zeros(())} if scaled else {}),
+        )
+    assert meter.traffic // weights[0].nbytes == 7 + scaled
 
 
 def test_memory_bound_operations_count_what_they_read_and_write() -> None:
