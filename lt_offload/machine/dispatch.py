@@ -46,19 +46,15 @@ from lt_offload.compat.torch import (
 
 def writes(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -> bool:
     """Return whether operation ``func`` writes its argument number ``position``, counted over args and kwargs."""
-    if not schema_of(func).is_mutable:
+    schema = schema_of(func)
+    if not schema.is_mutable:
         return False
-    alias = argument_of(func, position, positional, kwargs).alias_info
-    return alias is not None and alias.is_write
-
-
-def argument_of(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -> Any:
-    """Return what the schema of ``func`` says of its argument number ``position``, counted over args and kwargs."""
-    arguments = schema_of(func).arguments
     if position < positional:
-        return arguments[position]
-    name = list(kwargs)[position - positional]
-    return next(argument for argument in arguments if argument.name == name)
+        argument = schema.arguments[position]
+    else:
+        name = list(kwargs)[position - positional]
+        argument = next(a for a in schema.arguments if a.name == name)
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 _PARTICULAR = frozenset(map(id, (*FAST_PATHS, *ASKING)))

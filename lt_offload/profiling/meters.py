@@ -22,7 +22,7 @@ from lt_offload.compat.torch import (
 )
 from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account, tensors_in, workspace
-from lt_offload.machine.dispatch import OperationMode, argument_of, repeats, writes
+from lt_offload.machine.dispatch import OperationMode, repeats, writes
 from lt_offload.machine.driver import occupy
 from lt_offload.schema.profile import HardwareProfile
 
@@ -137,9 +137,12 @@ class Roofline(OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation (on fake tensors: only its shapes) and count it."""
         out = _result(func, args, kwargs or {})
-        read, written = _traffic(func, args, kwargs or {}, out)
+        read = list(tensors_in((args, kwargs or {})))
+        written = _written(func, args, kwargs or {}, read, out)
         # A view costs nothing, and neither does memory without numbers: no kernel runs for it.
         if written and func not in _ALLOCATE:
+            filled = _filled(func, args)
+            read = [tensor for tensor in read if tensor is not filled]
             if func in _GATHERS:  # reads as many rows of its table as it returns
                 read = [*read[1:], *written]
             traffic = sum(tensor.nbytes for tensor in (*read, *written))
@@ -228,24 +231,20 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return left.new_empty((*parts, left.shape[-2], right.shape[-1]), dtype=kwargs.get("out_dtype") or left.dtype)
 
 
-def _traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operation reads and those that it writes: none if its results are views.
+def _filled(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return the tensor that an operation of ours is given for its result, and does not read; None if there is none."""
+    arguments = schema_of(func).arguments
+    return args[0] if args and arguments and arguments[0].name == "out" else None
 
-    Results that it is given memory for are not read: ``out`` by name, and in torch all that only keywords give.
-    """
-    read, written, known = list[Tensor](), list[Tensor](), set[int]()
-    of_torch = func.namespace == "aten"
-    for position, value in enumerate((*args, *kwargs.values())):
-        argument, tensors = argument_of(func, position, len(args), kwargs), list(tensors_in([value]))
-        known.update(address_of(tensor.untyped_storage()) for tensor in tensors)
-        changed = writes(func, position, len(args), kwargs)
-        if not changed or not (argument.name == "out" or of_torch and argument.is_out):
-            read += tensors
-        # A fused update writes gradients only to divide them by a scale, and its schema cannot say so.
-        if changed and not (of_torch and argument.name == "grads" and kwargs.get("grad_scale") is None):
-            written += tensors
-    made = [tensor for tensor in tensors_in(out) if address_of(tensor.untyped_storage()) not in known]
-    return read, written + made
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: list[Tensor], out: Any) -> list[Tensor]:
+    """Return the tensors that an operation writes; none if its results are views of its arguments."""
+    results = list(tensors_in(out))
+    if schema_of(func).is_mutable:
+        arguments = enumerate((*args, *kwargs.values()))
+        return results or [*tensors_in([one for place, one in arguments if writes(func, place, len(args), kwargs)])]
+    known = {address_of(tensor.untyped_storage()) for tensor in read}
+    return [tensor for tensor in results if address_of(tensor.untyped_storage()) not in known]
 
 
 class Watch:

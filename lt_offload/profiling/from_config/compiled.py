@@ -228,5 +228,5 @@ class PlannedGated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
         # Over its inputs, as Liger's does: new tensors would count as memory that it never takes.
-        torch.ops.lt_offload.fused_into.default([grads[0]], [gate, up])  # these are read, too
+        torch.ops.lt_offload.fused_into.default([grads[0], gate, up], [gate, up])
         return gate, up
