@@ -305,9 +305,11 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit of the control group and the bytes that it leaves, per mounted version with a limit."""
     for limit_name, used_name, cache_key in _MEMORY_FILES:
         try:
-            limit, used_file = int((root / limit_name).read_text()), root / used_name
-            used = int(used_file.read_text())
-            statistics = dict(line.split() for line in (used_file.parent / "memory.stat").read_text().splitlines())
+            limit, used_file = int((root / limit_name).read_text(encoding="utf-8")), root / used_name
+            used = int(used_file.read_text(encoding="utf-8"))
+            statistics = dict(
+                line.split() for line in (used_file.parent / "memory.stat").read_text(encoding="utf-8").splitlines()
+            )
         except (OSError, ValueError):  # there is none: "max"
             continue
         yield limit, limit - used + int(statistics.get(cache_key, 0))  # the page cache gives way

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,16 +76,23 @@ def test_links_and_devices_are_written_to(tmp_path: Path) -> None:
         raise OSError("sorry")
 
 
-def test_texts_of_the_package_are_written_by_the_one_function() -> None:
-    def writes(call: ast.AST) -> bool:
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-            return False
-        modes = {one.value for one in call.args if isinstance(one, ast.Constant)}
-        return call.func.attr == "write_text" or (call.func.attr == "open" and bool(modes & {"w", "wt", "x"}))
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call, set[object]]]:
+    """Name, call and constant arguments of each call below ``tree``."""
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call):
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            yield name, call, {one.value for one in call.args if isinstance(one, ast.Constant)}
 
-    files = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if any(map(writes, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
-    }
-    assert files == {"replacing.py"}
+
+def test_texts_are_written_by_the_one_function_and_read_in_a_named_encoding() -> None:
+    writing, nameless = set(), set()
+    for path in PACKAGE.rglob("*.py"):
+        for name, call, constants in calls(ast.parse(path.read_text(encoding="utf-8"))):
+            if name == "write_text" or (name == "open" and constants & {"w", "wt", "x"}):
+                writing.add(path.name)
+            plain = name == "open" and isinstance(call.func, ast.Name)
+            texts = name in ("read_text", "write_text") or (plain and not constants & {"rb", "wb"})
+            if texts and not any(keyword.arg == "encoding" for keyword in call.keywords):
+                nameless.add(f"{path.name}:{call.lineno}")
+    assert writing == {"replacing.py"}
+    assert not nameless
