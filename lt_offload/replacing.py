@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from lt_offload.errors import ConfigError
 
 
 @contextmanager
@@ -25,3 +28,32 @@ def replacing(target: Path) -> Iterator[Path]:
         written = Path(folder) / target.name
         yield written
         written.replace(target)
+
+
+def save_text(path: str | Path, text: str) -> Path:
+    """Write ``text`` to ``path`` as a whole, making its folder, and return the path.
+
+    Raises:
+        ConfigError: if it cannot be written; the file that was there is as it was.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise ConfigError(f"path={str(path)!r} is a folder; add the name of a file")
+    with writing(target):
+        # What is no plain file, such as a link or /dev/stdout, stays what it is.
+        if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
+            target.write_text(text, encoding="utf-8", newline="")
+        else:
+            with replacing(target) as new:
+                new.write_text(text, encoding="utf-8", newline="")
+    return target
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Raise ``ConfigError``, which names ``target``, for errors of the system within the context."""
+    try:
+        yield
+    except OSError as error:
+        way_out = "make room, or choose another folder"
+        raise ConfigError(f"{str(target)!r} cannot be written: {error.strerror or error}; {way_out}") from error

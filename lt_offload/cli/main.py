@@ -5,6 +5,8 @@ The other verbs need Lightning's command line, which takes seconds to import: se
 
 from __future__ import annotations
 
+import codecs
+import locale
 import os
 import sys
 import traceback
@@ -29,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if ASKED in os.environ:  # a shell waits, at every press of the tab key
         answer()
+    if argv is None:
+        _read_utf8()
     args = list(sys.argv[1:] if argv is None else argv)
     # They are taken out by hand, as they are valid at any place, and for verbs that know nothing of them.
     debug, quiet = "--debug" in args, "--quiet" in args or not processes.is_first()
@@ -52,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(said, debug=debug, code=2)
     except Exception as error:  # a defect, ours or a library's: still one line unless asked for more
         return _fail(f"{named(error)} (--debug shows where)", debug=debug, code=1)
+
+
+def _read_utf8() -> None:
+    """Start the program again in Python's UTF-8 mode where the system's texts and names of files are in another code.
+
+    Libraries that read recipes name no encoding, and names in recipes may have characters that another code has not.
+    """
+    if not sys.flags.utf8_mode and codecs.lookup(locale.getencoding()).name != "utf-8":
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def _dispatch(args: list[str]) -> int:

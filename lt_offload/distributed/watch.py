@@ -306,5 +306,6 @@ def _here() -> str:
     """Return this machine, and the space in which numbers of processes are unique: a container may have its own."""
     space = ""
     with suppress(OSError):
-        space = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return f"{socket.gethostname()} {space}"

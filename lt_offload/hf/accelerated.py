@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.arguments import checked
 from lt_offload.compat.hugging_face import optimizers_of
-from lt_offload.errors import ConfigError, OffloadError, OverBudget
+from lt_offload.errors import ConfigError, OffloadError
 from lt_offload.hf.report import read_record
 from lt_offload.hf.training import Training, unwrapped
 from lt_offload.machine.driver import find_device
@@ -28,7 +28,6 @@ from lt_offload.model.compiled import around_calls
 from lt_offload.model.tiles import tiled
 from lt_offload.schema.plan import PlannerName
 from lt_offload.strategy.first.planning import settings_of
-from lt_offload.units import format_bytes
 
 Loops = list["Loop"]
 _open: ContextVar[tuple[Mapping[str, Any], Loops] | None] = ContextVar("lt_offload_accelerated", default=None)
@@ -304,7 +303,8 @@ class Loop(Training):
                 self._beside = other
                 raise limits.SEVERAL_TRAIN.error(f"{type(self.model).__name__} beside {type(other.model).__name__}")
             self.began = True
-        with self._in_memory("a call"):
+        # A GPU's own error names no setting, and passes through no context of the engine, which a loop keeps open.
+        with self._in_memory(f"a call of {type(self.model).__name__}"):
             if not torch.is_grad_enabled():
                 self._stream()
             elif not self._watching:
@@ -318,24 +318,7 @@ class Loop(Training):
 
     def _stream(self) -> None:
         if self.engine is None and self._watched is None:
-            try:
-                self._install(None, self._budget)
-            except OverBudget as error:
-                raise self._too_little("a call", error) from error
-
-    @contextmanager
-    def _in_memory(self, what: str) -> Iterator[None]:
-        # A GPU's own error names no setting, and passes through no context of the engine, which a loop keeps open.
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise self._too_little(what, error) from error
-
-    def _too_little(self, what: str, error: Exception) -> OverBudget:
-        memory = format_bytes(self.engine.device.budget if self.engine is not None else self._budget)
-        return OverBudget(
-            f"{what} of {type(self.model).__name__} needs more than memory={memory}: set memory= to more ({error})"
-        )
+            self._install(None, self._budget)
 
     def _called_before(self, backward: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(backward)
@@ -347,7 +330,7 @@ class Loop(Training):
                     f"{type(self.model).__name__} was not called before accelerator.backward(): call what "
                     "accelerator.prepare() returned, and no part or method of it"
                 )
-            with self._in_memory("a backward"):
+            with self._in_memory(f"a backward of {type(self.model).__name__}"):
                 return backward(*args, **kwargs)
 
         return checked

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lt_offload.errors import ConfigError, OverBudget
+from lt_offload.errors import ConfigError
 from lt_offload.hf import head, others, report
 from lt_offload.hf.step import TrainingStep, aside, without_backward
 from lt_offload.hf.training import Training, unwrapped
@@ -24,7 +24,6 @@ from lt_offload.schema.trace import Trace
 from lt_offload.strategy.checkpoint.interrupts import Interrupts
 from lt_offload.strategy.metrics import figures
 from lt_offload.strategy.replay import Before
-from lt_offload.units import format_bytes
 
 _UNFREEZE = (
     "a Trainer's own optimizer holds the weights that train when train() is called: unfreeze them before, or give all "
@@ -227,15 +226,10 @@ class Run(Training):
         if self.engine is None:
             yield
             return
-        try:
-            with self.engine.inference():
-                yield
-        except OverBudget as error:
-            size = self.trainer.args.per_device_eval_batch_size
-            raise OverBudget(
-                f"an evaluation needs more than memory={format_bytes(self.engine.device.budget)}: set a smaller "
-                f"per_device_eval_batch_size (it is {size}), eval_accumulation_steps, or memory= to more ({error})"
-            ) from error
+        size = self.trainer.args.per_device_eval_batch_size
+        smaller = f"a smaller per_device_eval_batch_size (it is {size}), eval_accumulation_steps, or "
+        with self._in_memory("an evaluation", smaller), self.engine.inference():
+            yield
 
     # -- records -----------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def memory_node_near(address: str, root: Path, *, allowed: frozenset[int]) -> Me
     if len(nodes) < 2:
         return MemoryNode(about="one node" if nodes else "unknown: the system does not say")
     try:
-        number = int((root / "bus/pci/devices" / address / "numa_node").read_text())
+        number = int((root / "bus/pci/devices" / address / "numa_node").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         number = -1
     if number < 0:
@@ -75,7 +75,7 @@ def _cores(path: Path) -> frozenset[int]:
     """Return the numbers in a list such as ``0-3,8``; none if it cannot be read."""
     cores: set[int] = set()
     try:
-        for part in path.read_text().strip().split(","):
+        for part in path.read_text(encoding="utf-8").strip().split(","):
             first, _, last = part.partition("-")
             cores.update(range(int(first), int(last or first) + 1))
     except (OSError, ValueError):

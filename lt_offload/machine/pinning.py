@@ -53,7 +53,7 @@ def memlock_bytes() -> int | None:
 def is_wsl2(version: Path | None = None) -> bool:
     """Return whether this is Linux within Windows."""
     try:
-        return "microsoft" in (version or _VERSION).read_text().lower()
+        return "microsoft" in (version or _VERSION).read_text(encoding="utf-8").lower()
     except OSError:
         return False
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lt_offload.errors import ConfigError, UnsupportedError
+from lt_offload.replacing import save_text
 from lt_offload.resources import is_file, shipped_files
 from lt_offload.schema.files import first_fault
 from lt_offload.schema.profile import EMULATED, HardwareProfile
@@ -76,10 +77,7 @@ def save_hardware(machine: HardwareProfile, path: str | Path) -> Path:
             size = f"{format_bytes(value)}{'/s' if 'per_s' in key else ''}"
             written += f"  # {size if 'bytes' in key else format_seconds(value)}"
         lines.append(written)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return target
+    return save_text(path, "\n".join(lines) + "\n")
 
 
 def _changed(machine: HardwareProfile, change: str) -> HardwareProfile:
@@ -307,9 +305,11 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit of the control group and the bytes that it leaves, per mounted version with a limit."""
     for limit_name, used_name, cache_key in _MEMORY_FILES:
         try:
-            limit, used_file = int((root / limit_name).read_text()), root / used_name
-            used = int(used_file.read_text())
-            statistics = dict(line.split() for line in (used_file.parent / "memory.stat").read_text().splitlines())
+            limit, used_file = int((root / limit_name).read_text(encoding="utf-8")), root / used_name
+            used = int(used_file.read_text(encoding="utf-8"))
+            statistics = dict(
+                line.split() for line in (used_file.parent / "memory.stat").read_text(encoding="utf-8").splitlines()
+            )
         except (OSError, ValueError):  # there is none: "max"
             continue
         yield limit, limit - used + int(statistics.get(cache_key, 0))  # the page cache gives way

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from pydantic import ConfigDict
 
 from lt_offload.arguments import checked
-from lt_offload.errors import ConfigError, PlanError
+from lt_offload.errors import PlanError
+from lt_offload.replacing import save_text
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -74,12 +75,7 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T
 @checked
 def save_json(obj: Any, path: str | Path) -> Path:
     """Write ``obj`` to ``path``, making its folder, and return the path."""
-    target = Path(path)
-    if target.is_dir():
-        raise ConfigError(f"path={str(path)!r} is a folder; add the name of a file")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(to_json(obj) + "\n", encoding="utf-8")
-    return target
+    return save_text(path, to_json(obj) + "\n")
 
 
 def _check_numbers(value: Any, where: tuple[str | int, ...]) -> None:

@@ -240,7 +240,8 @@ class OffmateStrategy(Checkpoints):
         if windows.fitting(trainer):
             self._prepare_training(trainer)
         else:
-            self._install(None, self._budget)
+            with self._in_memory(self._evaluation):
+                self._install(None, self._budget)
 
     def _set_batch_size(self, trainer: Any) -> None:
         """Set the batch size of a run with ``batch_size="auto"``; where it is chosen, that makes profile and plan."""
@@ -413,7 +414,7 @@ class OffmateStrategy(Checkpoints):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward; if the sanity check lacks memory, planning for training says how much is needed."""
         try:
-            with self._streaming():
+            with self._in_memory(self._evaluation), self._streaming():
                 return super().validation_step(*args, **kwargs)
         except OverBudget as error:
             if windows.fitting(self._trainer) and self.plan is None:
@@ -423,12 +424,12 @@ class OffmateStrategy(Checkpoints):
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward."""
-        with self._streaming():
+        with self._in_memory(self._evaluation), self._streaming():
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward."""
-        with self._streaming():
+        with self._in_memory(self._evaluation), self._streaming():
             return super().predict_step(*args, **kwargs)
 
     def _iterate(self, step: ExitStack, **how: Any) -> None:
@@ -495,6 +496,10 @@ class OffmateStrategy(Checkpoints):
         module = self.lightning_module
         assert module is not None
         return module
+
+    @property
+    def _evaluation(self) -> str:
+        return f"an evaluation of {type(self._module).__name__}"
 
     @property
     def _trainer(self) -> Any:

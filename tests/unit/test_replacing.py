@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import re
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lt_offload.replacing import replacing
+import lt_offload
+from lt_offload.errors import ConfigError
+from lt_offload.replacing import replacing, save_text, writing
+
+PACKAGE = Path(lt_offload.__file__).parent
 
 
 def test_a_file_and_an_empty_folder_are_replaced_at_the_end(tmp_path: Path) -> None:
@@ -35,3 +44,55 @@ def test_what_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
         new.mkdir()
     assert file.read_text() == "old"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "inside"]
+
+
+def test_a_text_that_has_no_room_is_refused_in_one_sentence_and_the_old_one_is_kept(tmp_path: Path) -> None:
+    file, limits = tmp_path / "made" / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert save_text(file, "old\r\n") == file
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=f"'{file}' cannot be written: File too large; make room, or choose"):
+            save_text(file, "new" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_bytes() == b"old\r\n"
+    assert os.listdir(file.parent) == ["file"]
+    with pytest.raises(ConfigError, match=re.escape("made/file/below' cannot be written: File exists; make")):
+        save_text(file / "below", "")
+    with pytest.raises(ConfigError, match="is a folder; add the name of a file"):
+        save_text(tmp_path, "")
+
+
+def test_links_and_devices_are_written_to(tmp_path: Path) -> None:
+    link, device = tmp_path / "link", tmp_path / "device"
+    link.symlink_to(tmp_path / "file")
+    device.symlink_to("/dev/full")
+    save_text(link, "new")
+    assert link.is_symlink()
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "new"
+    with pytest.raises(ConfigError, match="device' cannot be written: No space left on device; make room"):
+        save_text(device, "new")
+    with pytest.raises(ConfigError, match="'x' cannot be written: sorry; make"), writing(Path("x")):
+        raise OSError("sorry")
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call, set[object]]]:
+    """Name, call and constant arguments of each call below ``tree``."""
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call):
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            yield name, call, {one.value for one in call.args if isinstance(one, ast.Constant)}
+
+
+def test_texts_are_written_by_the_one_function_and_read_in_a_named_encoding() -> None:
+    writing, nameless = set(), set()
+    for path in PACKAGE.rglob("*.py"):
+        for name, call, constants in calls(ast.parse(path.read_text(encoding="utf-8"))):
+            if name == "write_text" or (name == "open" and constants & {"w", "wt", "x"}):
+                writing.add(path.name)
+            plain = name == "open" and isinstance(call.func, ast.Name)
+            texts = name in ("read_text", "write_text") or (plain and not constants & {"rb", "wb"})
+            if texts and not any(keyword.arg == "encoding" for keyword in call.keywords):
+                nameless.add(f"{path.name}:{call.lineno}")
+    assert writing == {"replacing.py"}
+    assert not nameless

@@ -14,6 +14,7 @@ from lt_offload.finetune.data.batches import check_end
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.terminal import clear
 from lt_offload.finetune.weights.left_out import take_up
+from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.settings import Settings
 from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.strategy.checkpoint import files as checkpoint
@@ -36,7 +37,9 @@ def check(app: App) -> int:
         config = configuration(app)
         # Names of layers, of adapters' targets and of trained weights are those of a model, which takes no memory here.
         with torch.device("meta"):
-            app.model.prepare(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+            model = app.model.prepare(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+            if hasattr(app.trainer.strategy, "blocks"):
+                find_blocks(model, app.trainer.strategy.blocks)
     if is_dir(user_path(app.datamodule.tokenizer_name)):
         _ = app.datamodule.encoder  # the chat template is there, and fits
     clear()

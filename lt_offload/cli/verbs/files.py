@@ -9,6 +9,7 @@ import psutil  # type: ignore[import-untyped]
 
 from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output
+from lt_offload.replacing import replacing, writing
 from lt_offload.resources import is_dir, user_path
 
 
@@ -57,6 +58,7 @@ def cp(recipe: str, file: str) -> int:
     if is_dir(target):
         target = target / source.name
     check_output(target, "cp", new=True)
-    shutil.copyfile(source, target)
+    with writing(target), replacing(target) as new:
+        shutil.copyfile(source, new)
     print(f"{target}  (run it: lt-finetune {target})")
     return 0

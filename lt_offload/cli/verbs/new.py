@@ -18,6 +18,7 @@ from lt_offload.cli.table import imported
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.terminal import clear, say, status
 from lt_offload.profiling.hardware import hardware_names, load_hardware, measure_machine
+from lt_offload.replacing import save_text
 from lt_offload.resources import is_file, user_path
 from lt_offload.units import Budget, format_bytes, format_seconds
 
@@ -197,7 +198,7 @@ def _write(target: Path, source: NamedModel, way: WayToTrain, machine: Machine, 
     title = f"{source.name}, {way.method.title}"
     flags = {"flags": ""} if has_data else {}
     lines = header(title, str(target), machine.hardware, figures(way.plan), **flags)
-    target.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
+    save_text(target, "\n".join(lines) + "\n" + text)
 
 
 def _explain(

@@ -25,6 +25,7 @@ from lt_offload.plan.batch.profiles import in_parts, scaled
 from lt_offload.plan.batch.splits import Split
 from lt_offload.plan.orders import promised_s
 from lt_offload.plan.sweep import reason
+from lt_offload.replacing import save_text
 from lt_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -320,8 +321,7 @@ class Drafts:
 
     def _profile(self, way: WayToTrain, batch_size: int | None = None) -> Profile:
         """Return the profile of a batch of ``way``, or of ``batch_size`` sequences."""
-        file = self.folder / "draft.yaml"
-        file.write_text(self.text(way), encoding="utf-8")
+        file = save_text(self.folder / "draft.yaml", self.text(way))
         with keeping_quiet(True):
             # The draft goes through a file and the parser, as it will when the user runs it: a
             # recipe that is written has been read.

@@ -34,6 +34,7 @@ from lt_offload.finetune.run.metrics import RunMetrics
 from lt_offload.finetune.terminal import status
 from lt_offload.model.compiled import kernels_of
 from lt_offload.profiling.hardware import total_host_bytes
+from lt_offload.replacing import save_text, writing
 from lt_offload.report.compare import described
 from lt_offload.report.runs import (
     ENVIRONMENT,
@@ -105,7 +106,7 @@ class RunSummary(Callback):
         self.first_step = trainer.global_step
         if self.folder is not None and trainer.is_global_zero:
             text = json.dumps(environment(), indent=2)
-            (self.folder / ENVIRONMENT).write_text(text + "\n", encoding="utf-8")
+            save_text(self.folder / ENVIRONMENT, text + "\n")
             if trainer.global_step and (self.folder / SAMPLES).exists():
                 without_later(self.folder / SAMPLES, trainer.global_step)
 
@@ -164,7 +165,8 @@ class RunSummary(Callback):
         ]
         self.samples = [sample for sample in self.samples if sample.step != step] + made
         if self.folder is not None and trainer.is_global_zero:
-            with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
+            samples = self.folder / SAMPLES
+            with writing(samples), samples.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in made)
 
     def end(self, trainer: Trainer, error: BaseException | None = None) -> Path | None:

@@ -161,6 +161,7 @@ def _formed(stored: Stored, tensors: Sequence[Tensor], name: str, *, single: boo
     layout = stored.form.layout(stored.matrix) if single else stored.layout()
     for tensor, (shape, _) in zip(tensors, layout, strict=True):
         piece = as_bytes(as_numbers(tensor))
+        piece = piece.flatten(-2) if piece.shape[-2:] == stored.matrix else piece
         if tuple(piece.shape) != tuple(shape):
             raise ConfigError(
                 f"the files of the model have a piece of {name} of {tuple(piece.shape)} bytes, and by its config.json "

@@ -41,7 +41,11 @@ class StorageForm(ABC):
 
     @abstractmethod
     def layout(self, shape: Sequence[int]) -> Layout:
-        """Return what the pieces of a matrix of ``shape`` are like."""
+        """Return what the pieces of a matrix of ``shape`` are like.
+
+        The first has another shape than the matrix. Else libraries would load its bytes into a plain weight of the same
+        name, or numbers into it, with a warning at most about the names of the other pieces.
+        """
 
     def refuses(self, shape: Sequence[int], dtype: torch.dtype) -> str:
         """Return why a matrix of ``shape`` with numbers of ``dtype`` stays as it is; empty if it need not."""

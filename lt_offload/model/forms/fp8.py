@@ -34,13 +34,13 @@ class FP8(StorageForm):
         numbers = (squares / scale[:, None, :, None]).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
         kept = numbers.view(torch.uint8).view(padded.shape)[:rows, :columns]
         # Not .contiguous(): some rows would keep the memory of all, and safetensors refuses to load such tensors.
-        return kept.clone(memory_format=torch.contiguous_format), as_bytes(scale)
+        return kept.clone(memory_format=torch.contiguous_format).flatten(), as_bytes(scale)
 
     @override
     def open(self, pieces: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         rows, columns = shape
         scale = pieces[1].view(torch.float32)
-        numbers = pieces[0].view(torch.float8_e4m3fn).to(dtype)
+        numbers = pieces[0].view(torch.float8_e4m3fn).to(dtype).view(rows, columns)
         if rows % SQUARE == 0 and columns % SQUARE == 0:
             squares = numbers.view(rows // SQUARE, SQUARE, columns // SQUARE, SQUARE)
             return torch.mul(squares, scale[:, None, :, None], out=squares).view(rows, columns)
@@ -51,4 +51,4 @@ class FP8(StorageForm):
     def layout(self, shape: Sequence[int]) -> Layout:
         rows, columns = shape
         scales = -(-rows // SQUARE), 4 * -(-columns // SQUARE)
-        return ((rows, columns), torch.uint8), (scales, torch.uint8)
+        return ((rows * columns,), torch.uint8), (scales, torch.uint8)

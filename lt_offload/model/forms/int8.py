@@ -23,15 +23,15 @@ class Int8(StorageForm):
         weight = weight.float()
         scale = weight.abs().amax(-1) / 127
         scale = torch.where(scale > 0, scale, 1.0)
-        return (weight / scale[:, None]).round_().to(torch.int8), as_bytes(scale)
+        return (weight / scale[:, None]).round_().to(torch.int8).flatten(), as_bytes(scale)
 
     @override
     def open(self, pieces: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         numbers, scale = pieces
         out = torch.empty(tuple(shape), dtype=dtype, device=numbers.device)
-        return torch.mul(numbers, scale.view(torch.float32)[:, None], out=out)
+        return torch.mul(numbers.view(*shape), scale.view(torch.float32)[:, None], out=out)
 
     @override
     def layout(self, shape: Sequence[int]) -> Layout:
         rows, columns = shape
-        return ((rows, columns), torch.int8), ((4 * rows,), torch.uint8)
+        return ((rows * columns,), torch.int8), ((4 * rows,), torch.uint8)

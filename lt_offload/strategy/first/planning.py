@@ -12,19 +12,20 @@ import gc
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.distributed.merge import largest
-from lt_offload.errors import OffloadError, PlanError, UnsupportedError, because
+from lt_offload.errors import OffloadError, OverBudget, PlanError, UnsupportedError, because
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.installed import install
 from lt_offload.execute.training.passes import Passes
@@ -221,6 +222,20 @@ class Planning(Processes):
         # Emulated devices of a machine share its RAM.
         parts = self.num_processes if self.root_device.type == "cpu" else 1
         return self.settings.device.resolved(lambda: free_memory(self.root_device) // parts)
+
+    @contextmanager
+    def _in_memory(self, what: str, or_else: str = "") -> Iterator[None]:
+        """Let errors for want of device memory say ``what`` needs it, with the setting and its value.
+
+        ``or_else``: other settings that help.
+        """
+        try:
+            yield
+        except (OverBudget, torch.OutOfMemoryError) as error:
+            memory = format_bytes(self.engine.device.budget if self.engine is not None else self._budget)
+            raise OverBudget(
+                f"{what} needs more than memory={memory}: set {or_else}memory= to more ({error})"
+            ) from error
 
     def _structure(self) -> Structure:
         """Return the candidates for the model's blocks, or the blocks themselves once a step has called them."""

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lt_offload import AdamW, OffmateStrategy
-from lt_offload.errors import ConfigError, PlanError, UnsupportedError
+from lt_offload.errors import ConfigError, OverBudget, PlanError, UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
@@ -151,6 +151,16 @@ def test_validate_and_predict_without_training_then_train(memory: str) -> None:
     assert answers[0][0] == answers[1][0]
     assert torch.equal(answers[0][1], answers[1][1])
     assert differences(*runs) == []
+
+
+@pytest.mark.parametrize("verb", ["validate", "predict"])
+@pytest.mark.parametrize("memory", ["1KB", "20KB"])
+def test_an_evaluation_that_lacks_memory_names_the_setting_and_its_value(verb: str, memory: str) -> None:
+    evaluate = getattr(trainer(OffmateStrategy(memory=memory)), verb)
+    name = type(module := seeded_module(layers=6)).__name__
+    needs = f"an evaluation of {name} needs more than memory={memory[:-2]} kB: set memory= to more \\("
+    with pytest.raises(OverBudget, match=needs):
+        evaluate(module)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -141,6 +141,7 @@ def test_safetensors_are_no_checkpoint(recipe: str, model: Path, capsys: pytest.
         (["generate", "tiny.yaml", "--prompt", ""], "the prompt is empty: ''; give some text with --prompt"),
         (["generate", "tiny.yaml", "--max_new_tokens", "0"], "max_new_tokens=0 is too small"),
         (["check", "tiny.yaml", "--model.name", "empty"], "model folder 'empty' has no config.json"),
+        (["check", "tiny.yaml", "--trainer.strategy.blocks", "layer"], "blocks='layer': none of these is called so in"),
     ],
 )
 @pytest.mark.usefixtures("recipe")

@@ -24,8 +24,8 @@ from lt_offload.finetune.terminal import keeping_quiet, say, status
 PROGRAM = [sys.executable, "-m", "lt_offload.cli.main"]
 
 
-def cli(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3])])}
+def cli(*args: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3])])} | variables
     return subprocess.run([*PROGRAM, *args], capture_output=True, text=True, cwd=cwd, env=environment, check=False)
 
 
@@ -192,6 +192,17 @@ class Terminal(io.StringIO):
 
 def told(name: str, path: str, level: int, message: str) -> None:
     Messages().handle(logging.LogRecord(name, level, path, 1, message, None, None))
+
+
+@pytest.mark.slow
+def test_names_and_texts_are_in_utf8_whatever_the_system_has(tmp_path: Path) -> None:
+    (tmp_path / "tëxt.txt").touch()
+    model = "model: {name: microsoft/phi-2, architecture: phi2}"
+    recipe = f"# größer\nbase: configs/base.yaml\n{model}\ndata: {{path: tëxt.txt}}\n"
+    (tmp_path / "rëzept.yaml").write_text(recipe, encoding="utf-8")
+    done = cli("check", "rëzept.yaml", cwd=tmp_path, LC_ALL="C", PYTHONUTF8="0")
+    said = "rëzept.yaml: every setting is known and of the right type\n"
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
 def test_libraries_tell_warnings_and_we_tell_what_matters(capsys: pytest.CaptureFixture[str]) -> None:

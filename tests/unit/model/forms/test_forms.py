@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -28,6 +29,23 @@ SHAPES = [(128, 256), (96, 256), (96, 160), (7, 130), (33, 31)]
 TAKEN = [(torch.bfloat16, shape) for shape in SHAPES[:3]]
 
 
+@pytest.mark.parametrize("device", [None, {"": "cpu"}], ids=["whole", "mapped"])
+@pytest.mark.parametrize("form", ["int8", "fp8", "nf4"])
+def test_accelerate_loads_no_stored_weights_into_plain_ones_nor_plain_ones_into_stored(
+    form: str, device: Any, tmp_path: Path
+) -> None:
+    plain, stored = (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16() for _ in range(2))
+    store_weights(stored, form)
+    for model, other in ((plain, stored), (stored, plain)):
+        folder = tmp_path / type(model[0]).__name__
+        accelerate.Accelerator(cpu=True).save_model(model, folder)
+        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        with pytest.raises((RuntimeError, ValueError), match="size mismatch for 0.weight|set a tensor of shape"):
+            accelerate.load_checkpoint_in_model(other, folder, device_map=device)
+        matrices = [name for name in before if "weight" in name]
+        assert all(torch.equal(other.state_dict()[name], before[name]) for name in matrices)
+
+
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -42,6 +60,7 @@ def test_pieces_are_of_the_layout_and_open_to_nearly_the_same(
     pieces = form.close(weight)
     assert tuple((tuple(piece.shape), piece.dtype) for piece in pieces) == form.layout(shape)
     assert not any(piece.is_floating_point() for piece in pieces)
+    assert pieces[0].shape != weight.shape, "nothing loads one for the other"
     assert all(piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces), "they keep no other memory"
     assert sum(piece.nbytes for piece in pieces) == form.bytes(shape, dtype)
     opened = form.open(pieces, shape, dtype)
