@@ -68,6 +68,7 @@ def test_what_a_token_costs_is_counted_as_palm_does() -> None:
     assert flops_per_token(staged, 12) == product_flops_per_token(staged)
 
 
+@pytest.mark.slow
 def test_dtypes_and_optimizers_are_taken_as_pytorch_has_them_and_by_name() -> None:
     model = models.build("llama")
     by_name = fake(model.config, dtype="bfloat16", autocast="float16", host_memory="40GB")
