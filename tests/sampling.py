@@ -40,7 +40,8 @@ SHARES = {
     "unit/strategy": 3,
     "unit/cli/test_bad_input.py": 5,
     "unit/execute/test_leftovers.py": 4,
-    "unit/optim/test_adamw_kernel.py": 4,
+    "unit/model/forms": 3,
+    "unit/optim": 4,
     "docs/test_commands.py": 5,
     "docs/test_snippets.py": 5,
     "test_recipes.py": 8,
@@ -66,8 +67,8 @@ TESTS = {
 }
 FEW_TESTS = {"gpu/loops": 8, "gpu/users": 8, "gpu/measuring": 4, "gpu/engine": 4}
 """One test in so many of each file there is run, and at least one; and of them on the fake GPU, with ``--few``."""
-NOT_WITH_FEW = "gpu/loops/test_cli.py"
-"""What is left out with ``--few``: whole runs of the command line, twenty seconds each."""
+NOT_WITH_FEW = ("gpu/loops/test_cli.py", "gpu/loops/test_notebooks.py")
+"""What is left out with ``--few``: whole runs of the command line and of a notebook, twenty seconds each."""
 SEEDS = 5
 """So many rows are run of those that differ in a parameter ``seed`` only, fewer where there are several kinds."""
 SLOW = 5

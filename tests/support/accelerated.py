@@ -25,8 +25,8 @@ from tests.support import models
 ROWS = 7
 """With two in a batch the last one is smaller, and the last window shorter."""
 SMALL: dict[str, Any] = {"layers": 4}
-LARGE: dict[str, Any] = {"layers": 6, "hidden_size": 256, "intermediate_size": 768, "vocab_size": 1024}
-"""For GPUs: more than what their allocator maps at once."""
+LARGE: dict[str, Any] = {"layers": 6} | models.WIDE
+"""For GPUs."""
 
 
 @dataclass

@@ -183,10 +183,9 @@ def own_names(tree: ast.AST) -> set[str]:
     return found
 
 
-def private_names_of_others(source: str, known: set[str], ours: set[str]) -> list[str]:
-    """Private names of libraries that ``source`` uses: those that are ``known``, and those that are not ``ours``."""
-    tree, found = ast.parse(source), []
-    here = own_names(tree)
+def private_names_of_others(tree: ast.AST, known: set[str], ours: set[str]) -> list[str]:
+    """Private names of libraries that a module uses: those that are ``known``, and those that are not ``ours``."""
+    found, here = [], own_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
@@ -217,10 +216,10 @@ def known_to_compat() -> frozenset[str]:
 
 
 def test_private_names_of_libraries_are_used_in_compat_alone() -> None:
-    trees = {name: path.read_text(encoding="utf-8") for name, path in modules().items()}
-    rest = {name: source for name, source in trees.items() if name.split(".")[1:2] != ["compat"]}
-    ours = {name for source in rest.values() for name in own_names(ast.parse(source))}
-    used = {name: private_names_of_others(source, set(known_to_compat()), ours) for name, source in rest.items()}
+    rest = {name: path for name, path in modules().items() if name.split(".")[1:2] != ["compat"]}
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in rest.items()}
+    ours = {name for tree in trees.values() for name in own_names(tree)}
+    used = {name: private_names_of_others(tree, set(known_to_compat()), ours) for name, tree in trees.items()}
     assert {name: lines for name, lines in used.items() if lines} == {}
 
 
@@ -233,7 +232,7 @@ def f(tensor, other):
     self._mine = other._mine, other._theirs
     return tensor._cdata, torch._C._has_storage, getattr(tensor, "_cdata"), sys._getframe()
 """
-    found = private_names_of_others(source, {"_cdata"}, {"_mine"})
+    found = private_names_of_others(ast.parse(source), {"_cdata"}, {"_mine"})
     assert sorted(found) == [
         "2: torch._dynamo",
         "3: torch.utils._pytree.tree_map",

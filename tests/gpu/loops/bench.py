@@ -32,8 +32,8 @@ LOOPS = [
 ]
 """Marks of every module here: see those of tests/gpu/users."""
 
-MODEL = {"layers": 6, "hidden_size": 256, "intermediate_size": 768, "vocab_size": 1024}
-"""25 MB of weights: more than what a GPU's allocator maps at once."""
+MODEL = {"layers": 6} | models.WIDE
+"""25 MB of weights on a GPU."""
 
 WAYS = ("tight", "resident")
 in_both_ways = pytest.mark.parametrize("way", WAYS)

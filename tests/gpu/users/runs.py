@@ -21,12 +21,12 @@ from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.gpu.target import ROOM, Target
-from tests.support import trainers
+from tests.support import models, trainers
 from tests.support.profiles.budgets import named_by
 from tests.support.trainers import Run
 
-MODEL = {"layers": 8, "hidden_size": 256, "intermediate_size": 768, "vocab_size": 1024}
-"""30 MB of weights: several times what a GPU's allocator maps at once, so that budgets between are of some use."""
+MODEL = {"layers": 8} | models.WIDE
+"""30 MB of weights on a GPU, so that budgets between are of some use."""
 
 WAYS = ("tight", "resident")
 in_both_ways = pytest.mark.parametrize("way", WAYS)

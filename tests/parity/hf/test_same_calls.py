@@ -259,6 +259,7 @@ def test_of_parts(tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path), ["170kB", RESIDENT], hooked=False, parts=2)
 
 
+@pytest.mark.slow
 def test_of_tiles(tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path), ["170kB", RESIDENT], tokens=5)
 
@@ -270,6 +271,7 @@ class OtherLayers(Unused):
         return super().forward(input_ids, labels.clamp(min=0))
 
 
+@pytest.mark.slow
 def test_of_other_layers(tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path, model=OtherLayers), ["300kB", RESIDENT], hooked=False, least=2)
 
@@ -279,6 +281,7 @@ def test_of_other_gradients_in_a_window_that_is_planned_again(tmp_path: Path) ->
     compared(lambda: trainer_of(tmp_path, kind=Editing, gradient_accumulation_steps=2), ["170kB"], least=2)
 
 
+@pytest.mark.slow
 def test_of_adapters(tmp_path: Path) -> None:
     compared(lambda: trainer_of(tmp_path, model=cases.lora), ["170kB", RESIDENT])
 

@@ -33,7 +33,7 @@ from tests.support.engines import equal
 from tests.support.hostile.device import HostileDevice
 from tests.support.trainers import Run, differences, fit, profiled, seeded_module
 
-EPOCHS = 4
+EPOCHS = 3
 FAST_COPIES = {"h2d": 0.5, "d2h": 0.5, "host": 0.5, "device": 20.0}
 SLOW_COPIES = {"h2d": 20.0, "d2h": 20.0, "host": 20.0, "device": 0.5}
 SHARED = Contention(compute=0.1, h2d=0.5, d2h=0.5, host=0.9)

@@ -47,7 +47,7 @@ def require_same_end(whole: Path, other: Path) -> None:
     assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_dies_under_torchrun_ends_where_lightnings_launcher_does(whole: Path, tmp_path: Path) -> None:
     ran = launch(*TORCHRUN, "--max-restarts", "1", "--module", SCRIPT, str(tmp_path), DIES="1")
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -55,7 +55,7 @@ def test_a_process_that_dies_under_torchrun_ends_where_lightnings_launcher_does(
     require_same_end(whole, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_dies_on_one_of_two_machines_ends_there_too(whole: Path, tmp_path: Path) -> None:
     """Each machine has an agent of torchrun's; that of the other one starts its process again without counting it."""
     meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "run")
@@ -68,7 +68,7 @@ def test_a_process_that_dies_on_one_of_two_machines_ends_there_too(whole: Path, 
     require_same_end(whole, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_that_slurm_starts_end_there_too(whole: Path, tmp_path: Path) -> None:
     """What ``srun`` would set, simulated: one machine, a task for each device."""
     job = {"SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_NNODES": 1, "SLURM_NODEID": 0, "SLURM_JOB_ID": 4711}

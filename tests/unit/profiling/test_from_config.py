@@ -68,15 +68,17 @@ def test_what_a_token_costs_is_counted_as_palm_does() -> None:
     assert flops_per_token(staged, 12) == product_flops_per_token(staged)
 
 
+@pytest.mark.slow
 def test_dtypes_and_optimizers_are_taken_as_pytorch_has_them_and_by_name() -> None:
     model = models.build("llama")
     by_name = fake(model.config, dtype="bfloat16", autocast="float16", host_memory="40GB")
     assert fake(model.config, dtype=torch.bfloat16, autocast=torch.float16, host_memory=40 * 10**9) == by_name
     arguments: dict[str, Any] = {"device": "cpu", "hardware": load_hardware("rtx-3060")}
+    expected = real(model).tensors
     for optimizer in ("AdamW", FUSED, FUSED(model.parameters())):
         found = profile(model, models.batch(model), optimizer=optimizer, **arguments)
         assert found.optimizer.name == "AdamW"
-        assert found.tensors == real(model).tensors
+        assert found.tensors == expected
 
 
 def layers_of_smollm2() -> Any:
@@ -203,6 +205,7 @@ def test_too_little_ram_is_said_before_the_model_is_run_as_plans_say_it(optimize
     assert profile_config("smollm2-135m", dtype="bfloat16", host_memory=needed, **options) == measured
 
 
+@pytest.mark.slow
 def test_a_large_model_needs_little_memory() -> None:
     program = (
         "from lt_offload.profiling.from_config import profile_config\n"

@@ -54,6 +54,7 @@ def test_what_is_saved_is_what_compiled_code_saves(family: str, dtype: str) -> N
     assert not find_blocks(models.build(family)).blocks[1].module._compiled_call_impl
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_less_and_are_faster() -> None:
     config = load_model_config("llama2-7b")
     config.num_hidden_layers = 2

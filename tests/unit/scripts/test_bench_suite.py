@@ -144,7 +144,7 @@ def test_a_model_is_the_same_in_every_process_and_ties_are_kept(config: str, tmp
 # -- the whole of it ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_bench_runs_on_the_emulated_device(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.suite", "--device", "cpu", "--out", str(tmp_path), "--steps", "1"]
     ran = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

@@ -191,6 +191,7 @@ def test_dropout_of_the_model_itself_is_refused(tmp_path: Path) -> None:
     assert run.callback_metrics["rewards/margins"] == 0
 
 
+@pytest.mark.slow
 def test_pairs_are_planned_without_weights_as_two_rows_each(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -299,6 +299,6 @@ def test_every_value_of_a_table_is_text(tokenizer: str, tmp_path: Path) -> None:
 
 
 def test_odd_texts_stay_as_they_are(tokenizer: str, tmp_path: Path) -> None:
-    odd = ["\0", "\u2028\x85", "😀\U0010ffff", "x" * 1_000_000, "\ud83d\ude00"]
+    odd = ["\0", "\u2028\x85", "😀\U0010ffff", "x" * 200_000, "\ud83d\ude00"]
     path = lines(tmp_path / "a.jsonl", *({"text": text} for text in odd))
     assert texts(tokenizer, path) == [*odd[:-1], "😀"]
