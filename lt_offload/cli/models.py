@@ -13,6 +13,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.quantize import stored_form
 from lt_offload.finetune.weights.gguf import SMOLLM2, is_gguf
+from lt_offload.replacing import write_text
 from lt_offload.resources import is_dir, is_file, shipped_files, user_path
 from lt_offload.suggest import did_you_mean
 
@@ -36,7 +37,7 @@ class NamedModel:
     def save_architecture(self, path: Path) -> None:
         """Write the configuration to ``path``, without the defaults of its type."""
         values = self.config.to_diff_dict()
-        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
     def has_architecture_of(self, path: Path) -> bool:
         """Return whether the configuration in ``path`` is this one, whatever the model is called in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lt_offload.errors import ConfigError
-from lt_offload.replacing import replacing
+from lt_offload.replacing import write_text
 from lt_offload.report.perfetto import save_perfetto
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy.replay import Before
@@ -54,8 +55,7 @@ class Speed:
 
 def save_record(checkpoint: Path, record: Mapping[str, Any]) -> None:
     """Write the ``record`` of a run into the folder of its ``checkpoint``."""
-    with replacing(checkpoint / RECORD) as new:
-        new.write_text(json.dumps(record), encoding="utf-8")
+    write_text(checkpoint / RECORD, json.dumps(record))
 
 
 def read_record(checkpoint: Path, say: Callable[[str], None]) -> Before:
@@ -79,22 +79,22 @@ def save_report(folder: Path, trace: Trace, history: Sequence[Mapping[str, Any]]
     """Write the ``trace`` of the last iteration, the logged metrics, and the page about both, into ``folder``."""
     trace.save(folder / "trace.json")
     save_perfetto(trace, folder / "trace.perfetto.json")
-    with replacing(folder / "metrics.csv") as new:
-        _write_metrics(new, history)
+    write_text(folder / "metrics.csv", _metrics(history))
     # Drawing is imported where it is done: it takes a while, and a Trainer that saves nothing needs none.
     from lt_offload.report.run_page import write_run_report
 
     write_run_report(folder)
 
 
-def _write_metrics(path: Path, history: Sequence[Mapping[str, Any]]) -> None:
+def _metrics(history: Sequence[Mapping[str, Any]]) -> str:
     rows: dict[int, dict[str, Any]] = {}
     for record in history:
         values = {_NAMES.get(name, name): value for name, value in record.items() if name in _NAMES or name in _KEPT}
         if values and record.get("step"):
             rows.setdefault(record["step"], {}).update(values)
     names = sorted({name for row in rows.values() for name in row})
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, ["step", *names])
-        writer.writeheader()
-        writer.writerows({"step": step - 1, **row} for step, row in sorted(rows.items()))  # counted from 0, as there
+    table = io.StringIO()
+    writer = csv.DictWriter(table, ["step", *names], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({"step": step - 1, **row} for step, row in sorted(rows.items()))  # counted from 0, as there
+    return table.getvalue()

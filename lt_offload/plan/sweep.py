@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.infeasible import as_setting
+from lt_offload.replacing import write_text
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes, format_rate, format_seconds, parse_bytes
 
@@ -244,12 +246,10 @@ def _headline(axis: Axis, points: Sequence[SweepPoint], smallest: int | None) ->
 def save_sweep(path: str | Path, points: Sequence[SweepPoint]) -> Path:
     """Write the figures of ``points`` as CSV or JSON, one line or object per point, and return the path."""
     target, rows = Path(path), [point.figures() for point in points]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("w", encoding="utf-8", newline="") as file:
-        if target.suffix.lower() == ".csv":
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        else:
-            json.dump(rows, file, indent=2)
-    return target
+    if target.suffix.lower() != ".csv":
+        return write_text(target, json.dumps(rows, indent=2))
+    table = io.StringIO()
+    writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return write_text(target, table.getvalue())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lt_offload.errors import ConfigError, UnsupportedError
+from lt_offload.replacing import write_text
 from lt_offload.resources import is_file, shipped_files
 from lt_offload.schema.files import first_fault
 from lt_offload.schema.profile import EMULATED, HardwareProfile
@@ -76,10 +77,7 @@ def save_hardware(machine: HardwareProfile, path: str | Path) -> Path:
             size = f"{format_bytes(value)}{'/s' if 'per_s' in key else ''}"
             written += f"  # {size if 'bytes' in key else format_seconds(value)}"
         lines.append(written)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return target
+    return write_text(Path(path), "\n".join(lines) + "\n")
 
 
 def _changed(machine: HardwareProfile, change: str) -> HardwareProfile:

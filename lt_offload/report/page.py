@@ -11,6 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lt_offload.replacing import write_text
+
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
@@ -39,17 +41,15 @@ def write_page(path: Path, title: str, details: str, parts: Iterable[str]) -> Pa
     hashes = (f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
     policy = _POLICY.format(scripts=" ".join(hashes) or "'none'")
     style = files("lt_offload.report").joinpath("report.css").read_text(encoding="utf-8")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
+    return write_text(
+        path,
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>{escape(title)}</title><style>{style}</style>{library}</head>\n<body>\n"
         f"<h1>{escape(title)}</h1><p>{escape(details)}</p>\n{content}\n<footer>Made by lt_offload.</footer>\n"
         "</body></html>\n",
-        encoding="utf-8",
     )
-    return path
 
 
 def section(title: str, note: str, *content: str) -> str:

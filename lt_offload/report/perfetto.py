@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lt_offload.replacing import write_text
 from lt_offload.schema.lanes import LaneName, shown
 from lt_offload.schema.trace import Trace
 
@@ -58,7 +59,4 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
 
 def save_perfetto(trace: Trace, path: str | Path) -> Path:
     """Write ``trace`` for Perfetto to ``path``, making its folder, and return the path."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(to_perfetto(trace), separators=(",", ":")) + "\n", encoding="utf-8")
-    return target
+    return write_text(Path(path), json.dumps(to_perfetto(trace), separators=(",", ":")) + "\n")

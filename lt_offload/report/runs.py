@@ -19,7 +19,7 @@ from typing import Any
 
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.nested import dotted
-from lt_offload.replacing import replacing
+from lt_offload.replacing import write_text
 from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -231,16 +231,14 @@ def write_part(folder: Path, part: RunPart) -> None:
     # A resumed run begins at a checkpoint: parts from there on were taken again.
     parts = [before for before in read_parts(folder) if before.first_step < part.first_step]
     text = json.dumps({"parts": [asdict(part) for part in [*parts, part]]}, indent=2)
-    with replacing(folder / SUMMARY) as new:
-        new.write_text(text + "\n", encoding="utf-8")
+    write_text(folder / SUMMARY, text + "\n")
 
 
 def without_later(path: Path, step: int) -> None:
     """Take samples after ``step`` out of the file ``path``."""
     kept = [sample for sample in _samples(path) if sample.step <= step]
     lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in kept)
-    with replacing(path) as new:
-        new.write_text("".join(lines), encoding="utf-8")
+    write_text(path, "".join(lines))
 
 
 def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:

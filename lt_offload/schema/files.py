@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 
 from lt_offload.arguments import checked
 from lt_offload.errors import ConfigError, PlanError
+from lt_offload.replacing import write_text
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -77,9 +78,7 @@ def save_json(obj: Any, path: str | Path) -> Path:
     target = Path(path)
     if target.is_dir():
         raise ConfigError(f"path={str(path)!r} is a folder; add the name of a file")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(to_json(obj) + "\n", encoding="utf-8")
-    return target
+    return write_text(target, to_json(obj) + "\n")
 
 
 def _check_numbers(value: Any, where: tuple[str | int, ...]) -> None:

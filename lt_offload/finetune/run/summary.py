@@ -34,6 +34,7 @@ from lt_offload.finetune.run.metrics import RunMetrics
 from lt_offload.finetune.terminal import status
 from lt_offload.model.compiled import kernels_of
 from lt_offload.profiling.hardware import total_host_bytes
+from lt_offload.replacing import write_text
 from lt_offload.report.compare import described
 from lt_offload.report.runs import (
     ENVIRONMENT,
@@ -104,8 +105,7 @@ class RunSummary(Callback):
         """Note the first step, write the environment, and forget samples of steps that a resumed run takes again."""
         self.first_step = trainer.global_step
         if self.folder is not None and trainer.is_global_zero:
-            text = json.dumps(environment(), indent=2)
-            (self.folder / ENVIRONMENT).write_text(text + "\n", encoding="utf-8")
+            write_text(self.folder / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
             if trainer.global_step and (self.folder / SAMPLES).exists():
                 without_later(self.folder / SAMPLES, trainer.global_step)
 
