@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import shutil
 
 import psutil  # type: ignore[import-untyped]
 
@@ -57,6 +56,7 @@ def cp(recipe: str, file: str) -> int:
     if is_dir(target):
         target = target / source.name
     check_output(target, "cp", new=True)
-    shutil.copyfile(source, target)
+    with target.open("xb") as copy:
+        copy.write(source.read_bytes())
     print(f"{target}  (run it: lt-finetune {target})")
     return 0
