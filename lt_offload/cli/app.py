@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +35,7 @@ from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.processes import end_others, is_first, let_the_first_speak
 from lt_offload.finetune.run.summary import RunSummary
 from lt_offload.finetune.terminal import quiet, say
+from lt_offload.replacing import replacing
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.namespaces import STRATEGY_NAME
 from lt_offload.strategy.several.processes import Processes
@@ -55,6 +56,12 @@ class Parser(LightningArgumentParser):
             settings.pop(key, None)
         text: str = super().dump(settings, *args, **kwargs)
         return text
+
+    def save(self, cfg: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the settings to ``path`` as a whole: a run that was killed meanwhile can go on."""
+        local = checkpoint.local(path)
+        with nullcontext(path) if local is None else replacing(local) as new:
+            super().save(cfg, new, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise ``message``, shortened."""

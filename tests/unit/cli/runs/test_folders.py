@@ -52,6 +52,26 @@ def test_only_training_makes_a_folder(recipe: str) -> None:
         assert len(list(Path().glob("runs/*"))) == count
 
 
+def test_settings_are_those_of_before_until_the_new_ones_are_written(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed when it goes on has the settings with which it goes on again."""
+    app = App(VERBS["plan"].load(), Path(recipe), chain(Path(recipe)), [])
+    for lr in (0.5, 0.25):
+        app.config["model"]["lr"] = lr
+        app.parser.save(app.config, "config.yaml", skip_none=False, overwrite=True)
+        assert f"lr: {lr}" in (before := Path("config.yaml").read_text())
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        app.parser.save(app.config, "config.yaml", overwrite=True)
+    assert Path("config.yaml").read_text() == before
+    app.parser.save(app.config, "memory://config.yaml", overwrite=True, multifile=False)
+
+
 def test_a_run_that_has_not_ended_keeps_others_out_of_its_folder(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
