@@ -110,6 +110,7 @@ def private_cache_of_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("data-cache")
         patch.setattr("lt_offload.finetune.data.examples.user_cache", lambda name: folder)
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "datasets"))  # which takes it when it is imported
         yield
 
 

@@ -10,8 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import datetime
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +24,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lt_offload.cli import messages, recipes
+from lt_offload.cli.outputs import new_run
 from lt_offload.cli.recipes import compose
 from lt_offload.cli.static.settings import joined, unknown
 from lt_offload.cli.table import Verb
@@ -35,11 +35,11 @@ from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.processes import end_others, is_first, let_the_first_speak
 from lt_offload.finetune.run.summary import RunSummary
 from lt_offload.finetune.terminal import quiet, say
+from lt_offload.replacing import replacing
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.namespaces import STRATEGY_NAME
 from lt_offload.strategy.several.processes import Processes
 
-_STAMP = "%Y%m%d-%H%M%S"
 _UNLIMITED = {"max_steps": "-1", "max_epochs": "null"}
 
 
@@ -56,6 +56,12 @@ class Parser(LightningArgumentParser):
             settings.pop(key, None)
         text: str = super().dump(settings, *args, **kwargs)
         return text
+
+    def save(self, cfg: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the settings to ``path`` as a whole: a run that was killed meanwhile can go on."""
+        local = checkpoint.local(path)
+        with nullcontext(path) if local is None else replacing(local) as new:
+            super().save(cfg, new, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise ``message``, shortened."""
@@ -202,16 +208,18 @@ class App(LightningCLI):
                 f"trainer.precision={precision} needs a GPU, without which Lightning computes in bfloat16; set it to "
                 "bf16-mixed, or to 32-true"
             )
-        name = f"{recipes.run_name(self.recipe)}-{datetime.now():{_STAMP}}"
-        self.run_dir = Path(root) if root else Path("runs") / name
+        trains = self.verb.__name__ == "fit"  # else it is no run, and leaves no folder behind
         if self.options.get("resume"):
             if self.options["ckpt_path"] is not None:
                 raise ConfigError(
                     f"--resume and --ckpt_path {self.options['ckpt_path']} both name a checkpoint; give one"
                 )
             self._resume(root)
+        elif root or not (trains and is_first()):
+            self.run_dir = Path(root or "runs")
+        else:
+            self.run_dir = new_run(recipes.run_name(self.recipe))
         kwargs["default_root_dir"] = str(self.run_dir)
-        trains = self.verb.__name__ == "fit"  # else it is no run, and leaves no folder behind
         if self.verb.__name__ in ("generate", "chat"):  # one process answers, where several have trained
             devices = config.get("devices")
             kwargs |= {"devices": devices[:1] if isinstance(devices, list) else 1, "num_nodes": 1}

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from lt_offload.errors import ConfigError
-from lt_offload.resources import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, user_path
+
+_claims: set[int] = set()
+"""Descriptors of the folders that this process has claimed."""
 
 
 def check_output(path: str | Path, setting: str, *, make: bool = False, new: bool = False) -> None:
@@ -19,7 +26,7 @@ def check_output(path: str | Path, setting: str, *, make: bool = False, new: boo
     target = user_path(path)
     if is_dir(target):
         raise ConfigError(f"{setting}: cannot write {target}: it is a folder; add the name of a file")
-    if new and is_file(target):
+    if new and os.path.lexists(target):
         raise ConfigError(f"{setting}: {target} exists already; give another name, or remove it first")
     folder = target.parent
     if make:
@@ -44,6 +51,64 @@ def make_folder(path: str | Path, setting: str) -> Path:
             f"{setting}={str(path)!r} cannot be written: {error.strerror}; choose another folder"
         ) from None
     return target
+
+
+def new_run(recipe: str) -> Path:
+    """Make the folder of a new run in ``runs``, called after the ``recipe`` and this second; return its path.
+
+    Of runs that begin in the same second the later ones are called after the next ones. The folder goes when this
+    process ends if nothing was put into it. Where none can be made, :func:`make_folder` says why.
+    """
+    second = datetime.now()
+    while True:
+        folder = Path("runs", f"{recipe}-{second:%Y%m%d-%H%M%S}")
+        try:
+            folder.mkdir(parents=True)
+        except OSError:
+            if not os.path.lexists(folder):
+                return folder
+        else:
+            atexit.register(_remove_empty, folder.absolute())
+            return folder
+        second += timedelta(seconds=1)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+@contextmanager
+def claimed(folder: Path, setting: str) -> Iterator[None]:
+    """Keep runs of other processes out of ``folder`` within the context; ``ConfigError`` if there is one.
+
+    The claim ends with this process, however it ends. There is none on file systems without locks.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    _claims.add(descriptor)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{setting}={str(folder)!r}: a run in this folder has not ended; wait for it, or choose another folder"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        if descriptor in _claims:
+            _claims.remove(descriptor)
+            os.close(descriptor)
+
+
+def _leave_claims() -> None:
+    """Leave the claims to the process that this one was forked from: a worker may outlive it."""
+    while _claims:
+        os.close(_claims.pop())
+
+
+os.register_at_fork(after_in_child=_leave_claims)
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, width: int, words: bool = False) -> None:

@@ -6,6 +6,8 @@ import ast
 import os
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 import lt_offload
 from lt_offload.errors import ConfigError
-from lt_offload.replacing import replacing, save_text, writing
+from lt_offload.replacing import SUFFIX, new_folder, new_part, remove_leftovers, replacing, save_text, writing
 
 PACKAGE = Path(lt_offload.__file__).parent
 
@@ -63,13 +65,14 @@ def test_a_text_that_has_no_room_is_refused_in_one_sentence_and_the_old_one_is_k
         save_text(tmp_path, "")
 
 
-def test_links_and_devices_are_written_to(tmp_path: Path) -> None:
+def test_links_stay_and_devices_are_written_to(tmp_path: Path) -> None:
     link, device = tmp_path / "link", tmp_path / "device"
-    link.symlink_to(tmp_path / "file")
+    link.symlink_to("file")
     device.symlink_to("/dev/full")
-    save_text(link, "new")
+    for text in ("old", "new"):
+        assert save_text(link, text) == link
+        assert (tmp_path / "file").read_text() == text
     assert link.is_symlink()
-    assert (tmp_path / "file").read_text(encoding="utf-8") == "new"
     with pytest.raises(ConfigError, match="device' cannot be written: No space left on device; make room"):
         save_text(device, "new")
     with pytest.raises(ConfigError, match="'x' cannot be written: sorry; make"), writing(Path("x")):
@@ -96,3 +99,77 @@ def test_texts_are_written_by_the_one_function_and_read_in_a_named_encoding() ->
                 nameless.add(f"{path.name}:{call.lineno}")
     assert writing == {"replacing.py"}
     assert not nameless
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from lt_offload.replacing import replacing
+with replacing(Path(sys.argv[1])) as new:
+    new.mkdir()
+    (new / "half").touch()
+    print("writes", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_who_writes_next_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "folder")]
+    killed, living = (subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2))
+    with killed, living:
+        for process in (killed, living):
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"writes\n"
+        killed.kill()
+        killed.wait()
+        assert len(list(tmp_path.glob(f".folder.*{SUFFIX}/folder/half"))) == 2
+        save_text(tmp_path / "file", "text")
+        assert len(list(tmp_path.glob(f".folder.*{SUFFIX}/folder/half"))) == 1
+    assert living.returncode == 0
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "half"]
+
+
+def test_a_part_that_was_taken_for_a_leftover_is_made_again(tmp_path: Path) -> None:
+    """Another process may clean up between making a part and locking it."""
+    made: list[Path] = []
+
+    def make(path: Path) -> int:
+        made.append(path)
+        descriptor = new_folder(path)
+        if len(made) == 1:
+            remove_leftovers(tmp_path)
+        return descriptor
+
+    part, descriptor = new_part(tmp_path / "folder", make)
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [part] == made[1:]
+    os.close(descriptor)
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_locks_all_is_written_and_leftovers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems of clusters refuse them."""
+
+    def refuse(*_: object) -> None:
+        raise OSError("no locks here")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    (tmp_path / f".killed{SUFFIX}").touch()
+    save_text(tmp_path / "file", "text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".killed{SUFFIX}", "file"]
+
+
+def test_nothing_is_overwritten_that_must_be_new(tmp_path: Path) -> None:
+    save_text(tmp_path / "file", "old", new=True)
+    with pytest.raises(FileExistsError):
+        save_text(tmp_path / "file", "new", new=True)
+    with pytest.raises(UnicodeEncodeError):
+        save_text(tmp_path / "other", "\ud800", new=True)
+    assert (tmp_path / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_names_may_be_as_long_as_the_system_takes_them(tmp_path: Path) -> None:
+    save_text(tmp_path / ("ä" * 127), "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["ä" * 127]

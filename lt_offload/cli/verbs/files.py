@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json as json_format
-import shutil
 
 import psutil  # type: ignore[import-untyped]
 
 from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output
-from lt_offload.replacing import replacing, writing
+from lt_offload.replacing import save_text
 from lt_offload.resources import is_dir, user_path
 
 
@@ -58,7 +57,6 @@ def cp(recipe: str, file: str) -> int:
     if is_dir(target):
         target = target / source.name
     check_output(target, "cp", new=True)
-    with writing(target), replacing(target) as new:
-        shutil.copyfile(source, new)
+    save_text(target, source.read_text(encoding="utf-8"), new=True)
     print(f"{target}  (run it: lt-finetune {target})")
     return 0

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from pathlib import Path
 
 from lt_offload.cli.app import App
-from lt_offload.cli.outputs import make_folder
+from lt_offload.cli.outputs import claimed, make_folder
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import processes
 from lt_offload.finetune.preferences import METRICS
 from lt_offload.finetune.run import summary
 from lt_offload.finetune.terminal import clear, status, wrapped
+from lt_offload.replacing import save_text
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
+
+_FOLDER = "trainer.default_root_dir"
 
 
 def fit(
@@ -43,24 +47,28 @@ def fit(
             f"--explain: trainer.strategy={type(app.trainer.strategy).__name__} makes no plan; leave the flag out, or "
             "use offmate"
         )
-    trainer = app.trainer
-    first, metrics = processes.is_first(), None
-    if first:
+    if hasattr(app.trainer.strategy, "explain"):
+        app.trainer.strategy.explain = explain
+    if not processes.is_first():
+        return _train(app, ckpt_path, None)
+    with claimed(make_folder(app.run_dir, _FOLDER), _FOLDER):
         # A new run only: one that goes on finds its own files there.
         if not resume and ((app.run_dir / "metrics.csv").exists() or any(app.run_dir.glob("checkpoints/*"))):
             raise ConfigError(
-                f"trainer.default_root_dir={str(app.run_dir)!r} has a run already, which would be overwritten; go on "
+                f"{_FOLDER}={str(app.run_dir)!r} has a run already, which would be overwritten; go on "
                 f"with it by 'lt-finetune {app.run_dir} --resume', choose another folder, or remove it"
             )
-        make_folder(app.run_dir, "trainer.default_root_dir")
-        metrics = app.keep_metrics()
-    if hasattr(trainer.strategy, "explain"):
-        trainer.strategy.explain = explain
+        return _train(app, ckpt_path, app.keep_metrics())
+
+
+def _train(app: App, ckpt_path: str | None, metrics: Path | None) -> int:
+    """Train; ``metrics`` is the curve of an earlier part of the run. Return the exit code."""
+    trainer, first = app.trainer, processes.is_first()
     status("reading data, loading the model")
     config = app.run_dir / "config.yaml"
     # Lightning writes the settings before it loads the checkpoint, which
     # may refuse them: then the old ones are the run's.
-    before = config.read_bytes() if first and ckpt_path is not None and config.is_file() else None
+    before = config.read_text(encoding="utf-8") if first and ckpt_path is not None and config.is_file() else None
     try:
         trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True)
     except BaseException as error:
@@ -69,7 +77,7 @@ def fit(
         # A run that could not be continued with the present settings keeps its own, and its curve.
         if app.summary.first_step is None:
             if before is not None:
-                config.write_bytes(before)
+                save_text(config, before)
             if metrics is not None:
                 metrics.replace(app.run_dir / "metrics.csv")
         report = app.summary.end(trainer, error)

@@ -8,7 +8,8 @@ import os
 import re
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -63,7 +64,8 @@ def new(
     if output is not None and Path(output).suffix not in (".yaml", ".yml"):
         stem = output.rstrip("/") or "recipe"
         raise ConfigError(f"--output: {output!r} is not the name of a recipe; did you mean {stem}.yaml?")
-    check_output(output or _free(Path("recipe.yaml")), "--output", new=True)
+    free = next(path for path in _numbered("recipe.yaml") if not os.path.lexists(path))
+    check_output(output or free, "--output", new=True)
     status(f"lt-finetune new {model}: starting PyTorch and Lightning")
     card = _machine(memory, host_memory, hardware)
     # What can be refused at once has been: these imports take seconds.
@@ -86,9 +88,13 @@ def new(
     clear()
     memory_name = machine.memory.replace(" ", "").lower()
     name = f"{source.architecture.removesuffix('.json')}-{chosen.method.name}-{memory_name}.yaml"
-    target = _free(Path(name)) if output is None else user_path(output)
-    check_output(target, "--output", new=True)  # planning has taken a minute
-    _write(target, source, chosen, machine, text=drafts.text(chosen, stopped=stopped), has_data=data is not None)
+    text = drafts.text(chosen, stopped=stopped)
+    for target in _numbered(name) if output is None else [user_path(output)]:
+        with suppress(FileExistsError):  # planning has taken a minute
+            _write(target, source, chosen, machine, text=text, has_data=data is not None)
+            break
+        if output is not None:
+            check_output(target, "--output", new=True)
     _explain(source, machine, ways, chosen, stopped=stopped)
     print(f"{target}  (run it: lt-finetune {target})")
     return 130 if stopped else 0
@@ -174,10 +180,11 @@ def header(
     ]
 
 
-def _free(path: Path) -> Path:
-    """Return ``path``, with a number in its name where something has that name."""
-    others = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
-    return next(one for one in itertools.chain([path], others) if not os.path.lexists(one))
+def _numbered(name: str) -> Iterator[Path]:
+    """Yield the path ``name``, and then with a number in it for each time that something has that name."""
+    path = Path(name)
+    yield path
+    yield from (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
 
 
 def _check_architecture(source: NamedModel, folder: Path) -> None:
@@ -188,7 +195,7 @@ def _check_architecture(source: NamedModel, folder: Path) -> None:
 
 
 def _write(target: Path, source: NamedModel, way: WayToTrain, machine: Machine, *, text: str, has_data: bool) -> None:
-    """Write the recipe, and the architecture beside it unless it comes with the package."""
+    """Write the recipe, a new file, and the architecture beside it unless it comes with the package."""
     assert way.plan is not None
     if not source.shipped:
         architecture = target.parent / source.architecture
@@ -198,7 +205,7 @@ def _write(target: Path, source: NamedModel, way: WayToTrain, machine: Machine, 
     title = f"{source.name}, {way.method.title}"
     flags = {"flags": ""} if has_data else {}
     lines = header(title, str(target), machine.hardware, figures(way.plan), **flags)
-    save_text(target, "\n".join(lines) + "\n" + text)
+    save_text(target, "\n".join(lines) + "\n" + text, new=True)
 
 
 def _explain(

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
-import itertools
 import os
 import pickle
 import shutil
@@ -22,18 +20,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from lt_offload.compat.torch import address_of, save_records
 from lt_offload.errors import CheckpointError, OffloadError
+from lt_offload.replacing import new_file, new_part
 from lt_offload.units import format_bytes, round_up
 
 Reading = Callable[[torch.UntypedStorage], AbstractContextManager[torch.UntypedStorage]]
 """A context around reading a storage; yields the storage with the bytes to save."""
-SUFFIX = ".lt_offload-partial"
-"""The end of names of files that this package is writing; other partial files are not touched."""
 ALIGNMENT = 64
 """Bytes: as torch aligns storages, so that tensors of a mapped file may begin anywhere."""
 _FOLDER = "archive/"
@@ -47,7 +44,6 @@ _ABOUT_OFFSETS = {".format_version", ".storage_alignment"}
 _PIECE = 4 << 20
 """Bytes that are added up and written at once, so that they are in the processor's cache for the second."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_serial = itertools.count()
 
 
 @dataclass(slots=True)
@@ -118,7 +114,8 @@ class NewFile:
             # Before the first byte is written: filling the disk up would make other programs fail, too.
             if self._end > shutil.disk_usage(path.parent).free:
                 raise OSError(errno.ENOSPC, f"it takes {format_bytes(self._end)}")
-            self._partial, self._file = locked_file(path)
+            self._partial, descriptor = new_part(path, new_file)
+            self._file = os.fdopen(descriptor, "r+b")
 
     @property
     def descriptor(self) -> int:
@@ -169,18 +166,6 @@ class NewFile:
                 self._partial.unlink(missing_ok=True)
         with suppress(OSError):
             self._file.close()
-
-
-def locked_file(path: Path) -> tuple[Path, BinaryIO]:
-    """Make a partial file for ``path``, and lock it: the mark of a process that lives and writes it."""
-    # A name of its own: what a killed run has left might still be written to by another process of that run.
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{next(_serial)}{SUFFIX}")
-    while True:
-        file = partial.open("x+b")
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
-        if partial.exists() and os.path.samestat(os.fstat(file.fileno()), partial.stat()):
-            return partial, file
-        file.close()  # another process took the new file for a leftover before it was locked
 
 
 def fill(descriptor: int, records: Iterable[Record], read: Reading) -> dict[int, int]:

@@ -7,15 +7,13 @@ the file. The format is Lightning's: any Trainer reads these files, and the othe
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pickle
-import stat
 import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -31,7 +29,8 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.snapshots import HostSnapshot
 from lt_offload.machine.pages import forget
 from lt_offload.model.optimizers import put, tensor_at, tensors_of
-from lt_offload.strategy.checkpoint.archive import SUFFIX, NewFile, Reading, explaining
+from lt_offload.replacing import remove_leftovers
+from lt_offload.strategy.checkpoint.archive import NewFile, Reading, explaining
 from lt_offload.strategy.checkpoint.foreign import reading
 from lt_offload.units import format_bytes
 
@@ -60,22 +59,7 @@ def prepare(folder: Path) -> None:
     # Only a trial shows it: the permissions of a folder on a read-only disk may allow writing.
     with explaining(folder / "*"), tempfile.TemporaryFile(dir=nearest):
         pass
-    for leftover in folder.glob(f".*{SUFFIX}"):
-        with suppress(FileNotFoundError):  # another run that starts has been faster
-            _remove_leftover(leftover)
-
-
-def _remove_leftover(path: Path) -> None:
-    """Remove ``path`` if it is a file of this user's that no living process writes."""
-    seen = path.lstat()
-    if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
-        return
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        path.unlink(missing_ok=True)
+    remove_leftovers(folder)
 
 
 def save(checkpoint: dict[str, Any], path: str | Path) -> None:

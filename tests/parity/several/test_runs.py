@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from lt_offload.replacing import SUFFIX
 from lt_offload.strategy.checkpoint import files, sums
 from tests.parity.several.runs import LATER, MIDWAY, PLAIN, RESUMED, SCALED, STOCK
 from tests.parity.several.training import alike
@@ -96,7 +97,7 @@ def test_a_checkpoint_of_all_is_one_that_any_program_reads(folder: Path) -> None
             assert archive.testzip() is None
         sums.check(path, files.load(path))
     assert (kept[0].parent / "last.ckpt").resolve() == kept[-1].resolve()
-    assert not list(folder.glob(f"**/.*{files.SUFFIX}"))
+    assert not list(folder.glob(f"**/.*{SUFFIX}"))
 
 
 def test_others_go_on_in_the_middle_of_an_epoch_with_what_is_left_of_it(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,7 @@ from tests.support import models
 from tests.support.engines import Result, make_optimizer, scheduler, updated
 from tests.support.hostile.device import HostileDevice
 
+_numbers = itertools.count(os.getpid() * 64)
 STEPS = 3
 PATIENCE = 500.0
 """Seconds in which all processes of a group have to end."""
@@ -405,11 +407,13 @@ def environment(rank: int, count: int, port: int, machines: int = 1) -> dict[str
 
 
 def free_port() -> int:
-    """Return a port that nobody listened to a moment ago."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
+    """Return a port that nobody uses: another one in each process, of those that the system gives to nobody."""
+    for number in _numbers:
+        port = 10_000 + number % 20_000
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def same(results: Sequence[Path]) -> bool:

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 
 from lt_offload.errors import CheckpointError
+from lt_offload.replacing import SUFFIX, new_file, new_part
 from lt_offload.strategy.checkpoint import archive
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.namespaces import bind
@@ -128,11 +129,11 @@ def test_contents_are_on_disk_before_the_name_and_the_name_before_the_return(
 
 
 def test_leftovers_are_removed_but_not_what_a_living_run_writes(tmp_path: Path) -> None:
-    dead = tmp_path / f".a.ckpt{checkpoint.SUFFIX}"
+    dead = tmp_path / f".a.ckpt{SUFFIX}"
     dead.write_bytes(b"half")
     (tmp_path / "a.ckpt").write_bytes(b"whole")
-    alive, file = archive.locked_file(tmp_path / "b.ckpt")
-    with file:
+    alive, descriptor = new_part(tmp_path / "b.ckpt", new_file)
+    with os.fdopen(descriptor):
         checkpoint.prepare(tmp_path)
         assert sorted(p.name for p in tmp_path.iterdir()) == [alive.name, "a.ckpt"]
     checkpoint.prepare(tmp_path)
@@ -141,11 +142,11 @@ def test_leftovers_are_removed_but_not_what_a_living_run_writes(tmp_path: Path) 
 
 def test_what_others_have_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".download.partial").write_bytes(b"of another program")
-    (tmp_path / f".folder{checkpoint.SUFFIX}").mkdir()
-    (tmp_path / f".link{checkpoint.SUFFIX}").symlink_to(".download.partial")
+    (tmp_path / ".folder.partial").mkdir()
+    (tmp_path / f".link{SUFFIX}").symlink_to(".download.partial")
     checkpoint.prepare(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
-    (tmp_path / f".a.ckpt{checkpoint.SUFFIX}").write_bytes(b"of another user")
+    (tmp_path / f".a.ckpt{SUFFIX}").write_bytes(b"of another user")
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     checkpoint.prepare(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
@@ -222,7 +223,7 @@ def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     cut = tmp_path / "cut.ckpt"
     cut.write_bytes(cut.read_bytes()[:-10])
     (tmp_path / "text.ckpt").write_text("no checkpoint")
-    (tmp_path / f".newer.ckpt{checkpoint.SUFFIX}").write_bytes((tmp_path / "good.ckpt").read_bytes())
+    (tmp_path / f".newer.ckpt{SUFFIX}").write_bytes((tmp_path / "good.ckpt").read_bytes())
     os.utime(tmp_path / "good.ckpt", ns=(10**17, 10**17))
     os.utime(tmp_path / "older.ckpt", ns=(10**16, 10**16))
     assert checkpoint.newest(tmp_path) == tmp_path / "good.ckpt"
@@ -245,7 +246,7 @@ def test_kill_during_a_write_leaves_the_last_complete_checkpoint(tmp_path: Path)
     path = tmp_path / "last.ckpt"
 
     def sizes() -> list[int]:
-        return [partial.stat().st_size for partial in tmp_path.glob(f".last.ckpt.*{checkpoint.SUFFIX}")]
+        return [partial.stat().st_size for partial in tmp_path.glob(f".last.ckpt.*{SUFFIX}")]
 
     command = [sys.executable, "-c", WRITER, str(path)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
