@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from lt_offload import OffmateStrategy
 from lt_offload.model.blocks import find_blocks
-from lt_offload.plan.settings import Settings
+from lt_offload.plan import Settings, make_plan
 from lt_offload.profiling.step.first import FirstStep
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
-from lt_offload.strategy.first import sample
+from lt_offload.strategy import replan
+from lt_offload.strategy.first import planning, sample
 from tests import sampling
 from tests.support import models, plans
 from tests.support.engines import Result, equal, same_state
@@ -164,6 +166,39 @@ def profiled(patch: pytest.MonkeyPatch, change: Callable[[partial[Profile], Any]
     patch.setattr(FirstStep, "profile", of_step)
 
 
+def planned_once(patch: pytest.MonkeyPatch) -> None:
+    """Let runs plan, but only once for the same question."""
+
+    def known(profile: Profile, settings: Settings) -> Plan:
+        key = repr((asdict(profile), settings))
+        if key not in _PLANS:
+            _PLANS[key] = make_plan(profile, settings)
+        return _PLANS[key]
+
+    for place in (planning, replan):
+        patch.setattr(place, "make_plan", known)
+
+
+_PLANS: dict[str, Plan] = {}
+
+
+@contextmanager
+def measured_once() -> Iterator[None]:
+    """Let runs measure but once for each precision and batch size, and plan but once for the same question."""
+    made: dict[Any, Profile] = {}
+
+    def measured(measure: partial[Profile], module: Any) -> Profile:
+        key = str(module.trainer.precision), module.batch_size
+        if key not in made:
+            made[key] = measure()
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        profiled(patch, measured)
+        planned_once(patch)
+        yield
+
+
 def stepped(strategy: Any, module: Stepping, batches: list[dict[str, Tensor]], **settings: Any) -> Result:
     """Train for an epoch."""
     made = trainer(strategy, max_epochs=1, **settings)
@@ -207,6 +242,14 @@ def fit(
     made = trainer(strategy, L, **settings) if made is None else made
     L.seed_everything(8, verbose=False)
     made.fit(module, ckpt_path=ckpt)
+    return Run(module, made)
+
+
+def finetuned(strategy: Any, module: Any, **settings: Any) -> Run:
+    """Train a model of a folder for an epoch of two batches, and validate it."""
+    made, rows = trainer(strategy, max_epochs=1, **settings), Tokens(module.build(), 4, 0)
+    lightning.pytorch.seed_everything(4, verbose=False)
+    made.fit(module, DataLoader(rows, batch_size=2), DataLoader(rows, batch_size=2))
     return Run(module, made)
 
 

@@ -1,23 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import pytest
 
-from lt_offload.plan import Settings, make_plan
-from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import replan
-from lt_offload.strategy.first import planning, survey
+from lt_offload.strategy.first import survey
 from tests.gpu.target import Target
 from tests.gpu.users.runs import Bench
+from tests.support import trainers
 from tests.support.trainers import profiled
 
 PROFILES: dict[str, Profile] = {}
-PLANS: dict[str, Plan] = {}
 
 
 def known(measure: partial[Profile], module: Any) -> Profile:
@@ -35,20 +31,11 @@ def known(measure: partial[Profile], module: Any) -> Profile:
     return PROFILES[key]
 
 
-def known_plan(profile: Profile, settings: Settings) -> Plan:
-    """Plan, but only once for the same question."""
-    key = repr((asdict(profile), settings))
-    if key not in PLANS:
-        PLANS[key] = make_plan(profile, settings)
-    return PLANS[key]
-
-
 @pytest.fixture
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure and plan the same run only once: for tests of what comes afterwards."""
     profiled(monkeypatch, known)
-    for place in (planning, replan):
-        monkeypatch.setattr(place, "make_plan", known_plan)
+    trainers.planned_once(monkeypatch)
 
 
 @pytest.fixture
