@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from lt_offload.profiling.step.first import FirstStep
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
 from lt_offload.strategy import replan
-from lt_offload.strategy.first import planning, sample
+from lt_offload.strategy.first import planning, sample, survey
 from tests import sampling
 from tests.support import models, plans
 from tests.support.engines import Result, equal, same_state
@@ -182,21 +181,27 @@ def planned_once(patch: pytest.MonkeyPatch) -> None:
 _PLANS: dict[str, Plan] = {}
 
 
-@contextmanager
-def measured_once() -> Iterator[None]:
-    """Let runs measure but once for each precision and batch size, and plan but once for the same question."""
-    made: dict[Any, Profile] = {}
+def measured_once(patch: pytest.MonkeyPatch) -> None:
+    """Let runs measure but once for each kind of model, and plan but once for the same question."""
+    profiled(patch, _known)
+    planned_once(patch)
 
-    def measured(measure: partial[Profile], module: Any) -> Profile:
-        key = str(module.trainer.precision), module.batch_size
-        if key not in made:
-            made[key] = measure()
-        return made[key]
 
-    with pytest.MonkeyPatch.context() as patch:
-        profiled(patch, measured)
-        planned_once(patch)
-        yield
+def _known(measure: partial[Profile], module: Any) -> Profile:
+    trainer, options = module.trainer, measure.keywords
+    (optimizer,) = trainer.optimizers
+    tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
+    groups = [len(group["params"]) for group in optimizer.param_groups], optimizer.defaults
+    window = trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.precision
+    parts = [value for value in measure.args if isinstance(value, int)]
+    sums = trainer.strategy.settings.chunked_loss, survey._OF_LOGIT, parts
+    key = repr((tensors, module.model.config, type(optimizer), groups, window, module.batch_size, options, sums))
+    if key not in _PROFILES:
+        _PROFILES[key] = measure()
+    return _PROFILES[key]
+
+
+_PROFILES: dict[str, Profile] = {}
 
 
 def stepped(strategy: Any, module: Stepping, batches: list[dict[str, Tensor]], **settings: Any) -> Result:
