@@ -67,8 +67,8 @@ TESTS = {
 }
 FEW_TESTS = {"gpu/loops": 8, "gpu/users": 8, "gpu/measuring": 4, "gpu/engine": 4}
 """One test in so many of each file there is run, and at least one; and of them on the fake GPU, with ``--few``."""
-NOT_WITH_FEW = ("gpu/loops/test_cli.py", "gpu/loops/test_notebooks.py")
-"""What is left out with ``--few``: whole runs of the command line and of a notebook, twenty seconds each."""
+NOT_WITH_FEW = ("gpu/loops/test_cli.py", "gpu/loops/test_notebooks.py", "gpu/measuring/test_gpu_launch.py")
+"""What is left out with ``--few``: whole runs of commands, a notebook and a bench, ten to twenty seconds each."""
 SEEDS = 5
 """So many rows are run of those that differ in a parameter ``seed`` only, fewer where there are several kinds."""
 SLOW = 5

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import re
 
+import pytest
+
 from tests.support.engines import Case, differences, offloaded, plain
 from tests.support.hostile.races import Race
 
@@ -67,6 +69,7 @@ def noticed(index: int, pair: tuple[str, str]) -> bool:
     return differences(reference(index), result) != []
 
 
+@pytest.mark.slow
 def test_every_wait_is_needed_or_known_to_be_redundant() -> None:
     unnoticed = {
         pair for pair, cases in waits().items() if pair not in REDUNDANT and not any(noticed(i, pair) for i in cases)
@@ -74,6 +77,7 @@ def test_every_wait_is_needed_or_known_to_be_redundant() -> None:
     assert unnoticed == set()
 
 
+@pytest.mark.slow
 def test_the_list_of_redundant_waits_is_true() -> None:
     assert set(REDUNDANT) <= set(waits())
 

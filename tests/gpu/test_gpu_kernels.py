@@ -12,7 +12,6 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.finetune.adapters import LoraArgs
@@ -22,7 +21,7 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.gpu.target import ROOM
 from tests.support import tiny
-from tests.support.trainers import Forced, Run, Tokens, state_differences, trainer
+from tests.support.trainers import Forced, Run, finetuned, state_differences
 
 pytestmark = [
     pytest.mark.only("cuda", fake=False),
@@ -65,11 +64,7 @@ STRATEGIES: dict[str, Any] = {
 def trained(folder: str, name: str, strategy: Any) -> Run:
     L.seed_everything(3, verbose=False)
     module = FineTune(folder, kernels="liger", **SETTINGS[name], lr=1e-2, schedule="constant")
-    made = trainer(strategy, max_epochs=1, accelerator="cuda", devices=1)
-    rows = Tokens(module.build(), 4, 0)
-    L.seed_everything(4, verbose=False)
-    made.fit(module, DataLoader(rows, batch_size=2), DataLoader(rows, batch_size=2))
-    return Run(module, made)
+    return finetuned(strategy, module, accelerator="cuda", devices=1)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -5,7 +5,6 @@ Updates on the host are compared with plain training that updates the same weigh
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.gpu.machine import between
 from tests.gpu.reference import trained_plainly
 from tests.gpu.target import ROOM, Target, delayed
 from tests.parity.engine import test_zero_copy_plans as zero_copy
-from tests.parity.engine.test_engine import OPTIONS, PLACES
+from tests.parity.engine.test_engine import OPTIONS, PLACES, drawn
 from tests.parity.engine.test_head import CHUNK, use_reference
 from tests.parity.tables.tied import in_two_parts
 from tests.support import models
@@ -47,11 +46,7 @@ CASES = [
 
 
 def sample(count: int) -> list[Case]:
-    """A seeded sample of the product; every value of every axis occurs.
-
-    Where updates are at several places, the implementation of the optimizer must not depend on which others there are.
-    """
-    rng = random.Random(SEED)
+    """Where updates are at several places, the optimizer's implementation must not depend on which others there are."""
     axes: dict[str, list[Any]] = {
         "family": list(FAMILIES),
         "options": OPTIONS,
@@ -64,10 +59,7 @@ def sample(count: int) -> list[Case]:
         "lead": [0, 1],
         "roomy": [False, True],
     }
-    columns = {axis: [values[i % len(values)] for i in range(count)] for axis, values in axes.items()}
-    for column in columns.values():
-        rng.shuffle(column)
-    return [Case(**{axis: column[i] for axis, column in columns.items()}, seed=i) for i in range(count)]
+    return drawn(axes, count, SEED)
 
 
 def compare(case: Case, target: Target) -> None:

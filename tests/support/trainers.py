@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from lt_offload import OffmateStrategy
 from lt_offload.model.blocks import find_blocks
-from lt_offload.plan.settings import Settings
+from lt_offload.plan import Settings, make_plan
 from lt_offload.profiling.step.first import FirstStep
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
-from lt_offload.strategy.first import sample
+from lt_offload.strategy import replan
+from lt_offload.strategy.first import planning, sample, survey
 from tests import sampling
 from tests.support import models, plans
 from tests.support.engines import Result, equal, same_state
@@ -164,6 +165,45 @@ def profiled(patch: pytest.MonkeyPatch, change: Callable[[partial[Profile], Any]
     patch.setattr(FirstStep, "profile", of_step)
 
 
+def planned_once(patch: pytest.MonkeyPatch) -> None:
+    """Let runs plan, but only once for the same question."""
+
+    def known(profile: Profile, settings: Settings) -> Plan:
+        key = repr((asdict(profile), settings))
+        if key not in _PLANS:
+            _PLANS[key] = make_plan(profile, settings)
+        return _PLANS[key]
+
+    for place in (planning, replan):
+        patch.setattr(place, "make_plan", known)
+
+
+_PLANS: dict[str, Plan] = {}
+
+
+def measured_once(patch: pytest.MonkeyPatch) -> None:
+    """Let runs measure but once for each kind of model, and plan but once for the same question."""
+    profiled(patch, _known)
+    planned_once(patch)
+
+
+def _known(measure: partial[Profile], module: Any) -> Profile:
+    trainer, options = module.trainer, measure.keywords
+    (optimizer,) = trainer.optimizers
+    tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
+    groups = [len(group["params"]) for group in optimizer.param_groups], optimizer.defaults
+    window = trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.precision
+    parts = [value for value in measure.args if isinstance(value, int)]
+    sums = trainer.strategy.settings.chunked_loss, survey._OF_LOGIT, parts
+    key = repr((tensors, module.model.config, type(optimizer), groups, window, module.batch_size, options, sums))
+    if key not in _PROFILES:
+        _PROFILES[key] = measure()
+    return _PROFILES[key]
+
+
+_PROFILES: dict[str, Profile] = {}
+
+
 def stepped(strategy: Any, module: Stepping, batches: list[dict[str, Tensor]], **settings: Any) -> Result:
     """Train for an epoch."""
     made = trainer(strategy, max_epochs=1, **settings)
@@ -207,6 +247,14 @@ def fit(
     made = trainer(strategy, L, **settings) if made is None else made
     L.seed_everything(8, verbose=False)
     made.fit(module, ckpt_path=ckpt)
+    return Run(module, made)
+
+
+def finetuned(strategy: Any, module: Any, **settings: Any) -> Run:
+    """Train a model of a folder for an epoch of two batches, and validate it."""
+    made, rows = trainer(strategy, max_epochs=1, **settings), Tokens(module.build(), 4, 0)
+    lightning.pytorch.seed_everything(4, verbose=False)
+    made.fit(module, DataLoader(rows, batch_size=2), DataLoader(rows, batch_size=2))
     return Run(module, made)
 
 

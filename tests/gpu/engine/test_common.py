@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,38 +11,25 @@ import lt_offload
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import Plan, solve
 from tests.gpu.target import Target
+from tests.parity.test_beside_backward import Neighbours
 from tests.support import models
 from tests.support.engines import Case, batches, build, make_optimizer, scheduler
 
 CASE = Case(shapes=((2, 12),) * 3)
 
 
-class Alone:
+class Alone(Neighbours):
     """The other processes of one that has none."""
-
-    rank, size = 0, 1
 
     @property
     def machine(self) -> Alone:
         return self
-
-    def gather(self, value: Any, place: str = "") -> list[Any]:
-        return [value]
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """There is nothing to add."""
 
     def add_up_rows(self, rows: Sequence[Sequence[torch.Tensor]], *, op: int | None = None) -> None:
         """There is nothing to add."""
-
-    def barrier(self) -> None:
-        """There is nobody to wait for."""
-
-    def check(self) -> None:
-        """Nobody can have failed."""
-
-    def share_file(self, make: Callable[[], int], by: int) -> int:
-        return make()
 
 
 def planned(*, waits: bool) -> Plan:

@@ -27,9 +27,17 @@ PLACES = [("device",), ("paged",), ("host",), ("device", "paged", "host")]
 SEED = 20240917
 
 
+def drawn(axes: dict[str, list[Any]], count: int, seed: int) -> list[Case]:
+    """A seeded sample of the product of ``axes``; every value of every axis occurs."""
+    rng = random.Random(seed)
+    columns = {axis: [values[i % len(values)] for i in range(count)] for axis, values in axes.items()}
+    for column in columns.values():
+        rng.shuffle(column)
+    return [Case(**{axis: column[i] for axis, column in columns.items()}, seed=i) for i in range(count)]
+
+
 def sample(count: int) -> list[Case]:
-    """A seeded sample of the product; every value of every axis occurs."""
-    axes = {
+    axes: dict[str, list[Any]] = {
         "family": list(FAMILIES),
         "options": OPTIONS,
         "places": PLACES,
@@ -42,13 +50,7 @@ def sample(count: int) -> list[Case]:
         "lead": [0, 1],
         "tile_tokens": [None, 5],
     }
-    rng = random.Random(SEED)
-    columns = {}
-    for axis, values in axes.items():
-        column = [values[i % len(values)] for i in range(count)]
-        rng.shuffle(column)
-        columns[axis] = column
-    return [Case(**{axis: columns[axis][i] for axis in axes}, seed=i) for i in range(count)]
+    return drawn(axes, count, SEED)
 
 
 @pytest.mark.parametrize("case", sample(480 if sampling.FULL else 24), ids=str)

@@ -23,13 +23,14 @@ from lt_offload import ConfigError, OffmateStrategy
 from lt_offload.errors import CheckpointError
 from lt_offload.execute import installed
 from lt_offload.execute.memory import snapshots
-from lt_offload.schema.profile import Profile
 from lt_offload.strategy.checkpoint import archive, files, hooks
 from lt_offload.strategy.checkpoint.files import Writer
 from tests import sampling
 from tests.support.hostile.device import HostileDevice
 from tests.support.profiles import budgets
-from tests.support.trainers import Forced, differences, fit, profiled, seeded_module
+from tests.support.trainers import Forced, differences, fit, seeded_module
+
+pytestmark = pytest.mark.usefixtures("measured_once")
 
 ROOM = {"none": 0, "some": 30_000, "ample": 1 << 30}
 """Bytes for what is set aside; the checkpoint of the model takes 200 kB."""
@@ -90,21 +91,6 @@ class Saving(Callback):
     def on_train_end(self, trainer: Any, *args: Any) -> None:
         if self.late is not None:
             self.late.let_go(trainer)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_profile() -> Iterator[None]:
-    """Profile once: all runs are of one model, in batches of one shape."""
-    made: list[Profile] = []
-
-    def measured(measure: Callable[[], Profile], _: Any) -> Profile:
-        if not made:
-            made.append(measure())
-        return made[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        profiled(patch, measured)
-        yield
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,17 @@ from torch import Tensor
 from lt_offload import OffmateStrategy
 from lt_offload.execute import installed
 from lt_offload.execute.engine import Engine
-from lt_offload.plan import Settings, make_plan, simulate
+from lt_offload.plan import simulate
 from lt_offload.plan.correct import timed
 from lt_offload.plan.planners.baselines import smallest
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Contention, OptionProfile, Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy import replan
-from lt_offload.strategy.first import planning
 from tests import sampling
 from tests.support.engines import equal
 from tests.support.hostile.device import HostileDevice
-from tests.support.trainers import Run, differences, fit, profiled, seeded_module
+from tests.support.trainers import Run, differences, fit, planned_once, profiled, seeded_module
 
 EPOCHS = 3
 FAST_COPIES = {"h2d": 0.5, "d2h": 0.5, "host": 0.5, "device": 20.0}
@@ -75,8 +74,7 @@ class Machine:
             install(engine)
 
         profiled(monkeypatch, lambda *_: paced(sizes(), **wrong))
-        for place in (planning, replan):
-            monkeypatch.setattr(place, "make_plan", known_plan)
+        planned_once(monkeypatch)
         monkeypatch.setattr(Engine, "install", installed)
         monkeypatch.setattr(Engine, "trace", lambda engine: self.trace(engine.plan))
 
@@ -100,17 +98,6 @@ def sizes() -> Profile:
     found = fit(OffmateStrategy(memory="200MB"), module(), max_steps=1).trainer.strategy.profile
     assert isinstance(found, Profile)
     return found
-
-
-def known_plan(profile: Profile, settings: Settings) -> Plan:
-    """Plan, but only once for the same question."""
-    key = repr((asdict(profile), settings))
-    if key not in _plans:
-        _plans[key] = make_plan(profile, settings)
-    return _plans[key]
-
-
-_plans: dict[str, Plan] = {}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lt_offload import OffmateStrategy
-from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support.profiles.budgets import BUDGETS, named_by, planning
-from tests.support.trainers import BATCHES, Forced, fit, profiled, seeded_module, state_differences
+from tests.support.trainers import BATCHES, Forced, fit, seeded_module, state_differences
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_profile() -> Any:
-    """Profile each kind of model once."""
-    made: dict[Any, Profile] = {}
-
-    def measured(measure: Callable[[], Profile], module: Any) -> Profile:
-        key = str(module.trainer.precision), module.batch_size
-        if key not in made:
-            made[key] = measure()
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        profiled(patch, measured)
-        yield
+pytestmark = pytest.mark.usefixtures("measured_once")
 
 
 def strategy(budget: str, **settings: Any) -> OffmateStrategy:

@@ -9,14 +9,13 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.finetune.adapters import LoraArgs
 from lt_offload.finetune.module import FineTune
 from tests import sampling
 from tests.support import tiny
-from tests.support.trainers import Forced, Run, Tokens, state_differences, trainer
+from tests.support.trainers import Forced, Run, finetuned, state_differences
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "dora": {"lora": LoraArgs(r=4, dora=True, dropout=0.1)},
@@ -43,11 +42,7 @@ def folder(tied: bool) -> str:
 def trained(name: str, tied: bool, strategy: Any) -> Run:
     L.seed_everything(3, verbose=False)
     module = FineTune(folder(tied), **SETTINGS[name], lr=1e-2, schedule="constant")
-    made = trainer(strategy, max_epochs=1)
-    rows = Tokens(module.build(), 4, 0)
-    L.seed_everything(4, verbose=False)
-    made.fit(module, DataLoader(rows, batch_size=2), DataLoader(rows, batch_size=2))
-    return Run(module, made)
+    return finetuned(strategy, module)
 
 
 @cache

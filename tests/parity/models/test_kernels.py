@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.finetune import kernels
@@ -20,7 +19,7 @@ from tests import sampling
 from tests.parity.engine.test_compiled import QUICKLY
 from tests.parity.models import liger
 from tests.support import tiny
-from tests.support.trainers import Forced, Run, Tokens, state_differences, trainer
+from tests.support.trainers import Forced, Run, finetuned, state_differences
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -56,11 +55,7 @@ def trained(name: str, strategy: Any, **settings: Any) -> Run:
     torch._dynamo.reset()  # as in a process that starts
     L.seed_everything(3, verbose=False)
     module = FineTune(folder(), **{"compile_blocks": True} | SETTINGS[name] | settings, lr=1e-2, schedule="constant")
-    made = trainer(strategy, max_epochs=1)
-    rows = Tokens(module.build(), 4, 0)
-    L.seed_everything(4, verbose=False)
-    made.fit(module, DataLoader(rows, batch_size=2), DataLoader(rows, batch_size=2))
-    return Run(module, made)
+    return finetuned(strategy, module)
 
 
 @cache
