@@ -121,7 +121,7 @@ def no_rank() -> Iterator[None]:
     Lightning starts no process where it finds that others do.
     """
     yield
-    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LT_OFFLOAD_RUN"):
         os.environ.pop(name, None)
 
 

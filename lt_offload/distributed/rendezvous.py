@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from lt_offload.errors import ConfigError, first_line
 
+_RUN = "LT_OFFLOAD_RUN"
+"""The variable with the name of a run, which the processes have that its first one starts."""
 TIMEOUT = timedelta(minutes=30)
 """Patience with processes that are late: they may be downloading. One that has failed is noticed by ``watch``."""
 _POLL_S = 0.05
@@ -64,7 +66,7 @@ def initialize(device: str, *, rank: int, size: int, per_machine: int) -> None:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" and dist.is_nccl_available() else "gloo"
         try:
-            store = _store(rank, size)
+            store = _store(rank, size, one_machine=size == per_machine)
             _meet(store, rank, size, per_machine)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         except ConfigError:
@@ -72,7 +74,7 @@ def initialize(device: str, *, rank: int, size: int, per_machine: int) -> None:
         except (RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"process {rank} did not find the other {size - 1} of this run at {_where()}: {first_line(error)}; "
-                "check that all were started and reach MASTER_ADDR and MASTER_PORT"
+                "check that all were started and reach MASTER_ADDR and MASTER_PORT, and that no other run has that port"
             ) from error
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     elif (dist.get_rank(), dist.get_world_size()) != (rank, size):
@@ -97,7 +99,12 @@ def _check_backend(device: str) -> None:
         )
 
 
-def _store(rank: int, size: int) -> Any:
+def name_run() -> None:
+    """Give the run a name that the processes have that this one starts, and that no other run has."""
+    os.environ[_RUN] = uuid.uuid4().hex
+
+
+def _store(rank: int, size: int, *, one_machine: bool) -> Any:
     """Return the store of the run: the first process's, or torchrun's."""
     library: Any = dist  # whose types leave these out
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -108,7 +115,10 @@ def _store(rank: int, size: int) -> Any:
     # hour.
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     options: dict[str, Any] = {"timeout": TIMEOUT, "wait_for_workers": False, "multi_tenant": True}
-    return library.PrefixStore("lt_offload", library.TCPStore(host, port, size, rank == 0, **options))
+    # Of two runs with one port the second one has no store. Its processes would find that of the first one, and train
+    # there in place of its own; on several machines a person starts them, without a common name.
+    run = os.environ.get(_RUN, "") if one_machine else ""
+    return library.PrefixStore(f"lt_offload{run}", library.TCPStore(host, port, size, rank == 0, **options))
 
 
 def _start(store: Any, rank: int, size: int) -> str:

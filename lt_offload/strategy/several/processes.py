@@ -130,9 +130,11 @@ class Processes:
 
     def _configure_launcher(self) -> None:
         if self.is_distributed:
-            from lt_offload.distributed.rendezvous import require_rendezvous
+            from lt_offload.distributed.rendezvous import name_run, require_rendezvous
 
             require_rendezvous(self.cluster_environment, machines=self.num_nodes, each=self.num_processes)
+            if not self.cluster_environment.creates_processes_externally:
+                name_run()
             launchers = import_module(f"{self.namespace}.strategies.launchers")
             launcher = getattr(launchers, SCRIPT_LAUNCHER)
             self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)

@@ -19,6 +19,7 @@ from lt_offload.distributed.rendezvous import require_rendezvous
 from lt_offload.errors import ConfigError
 from lt_offload.strategy.several import processes
 from lt_offload.strategy.several.processes import require_common_memory
+from tests.parity.several.training import free_port
 
 library: Any = dist
 
@@ -167,3 +168,20 @@ def test_memory_in_common_is_tried_before_anything_is_loaded(monkeypatch: pytest
         require_common_memory(pair)
     pair.size = 1
     require_common_memory(pair)
+
+
+def test_processes_of_another_run_with_the_same_port_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two runs has no store of its own, and its processes find that of the first one."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("LT_OFFLOAD_RUN", "")  # put back in the end
+    stores = []
+    for rank, other_run in ((0, False), (1, False), (1, True)):
+        if rank == 0 or other_run:
+            rendezvous.name_run()
+        stores.append([rendezvous._store(rank, 2, one_machine=one_machine) for one_machine in (True, False)])
+    for first, second, other in zip(*stores, strict=True):
+        first.set("here", "yes")
+        assert second.check(["here"])
+        assert other.check(["here"]) == (first is stores[0][1])  # who starts them on several machines gives no name

@@ -62,7 +62,10 @@ def test_wrong_settings(tmp_path: Path) -> None:
         loggers(None, tmp_path, " ")
 
 
-def test_the_flag_reaches_them(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flag_reaches_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     args = ["--model.name", str(model), "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
     assert main(["quickstart", *args, "--wandb"]) == 2
     assert "--wandb lt-offload logs, and trainer.logger=false does not" in capsys.readouterr().err
