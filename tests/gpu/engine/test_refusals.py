@@ -17,7 +17,7 @@ from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
 from lt_offload.machine import pinning, zero_copy
 from lt_offload.machine.host_memory import LARGE_BYTES, HostMemory
-from lt_offload.profiling.rates import DirectSpeeds
+from lt_offload.profiling import rates
 from tests.gpu.target import Target
 
 pytestmark = pytest.mark.only("cuda")
@@ -174,9 +174,10 @@ def test_a_driver_that_lies(lie: str, target: Target) -> None:
         assert lie in zero_copy.refusal(views, probe, torch.cuda.synchronize)
 
 
-def test_reads_that_are_too_slow() -> None:
-    assert "less than 50%" in DirectSpeeds(copy_in=10e9, read=4e9, write=1e9).too_slow
-    assert DirectSpeeds(copy_in=10e9, read=6e9, write=1e9).too_slow == ""
+def test_reads_that_are_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "LEAST_SPEED", 0.5)
+    assert "less than 50%" in rates.DirectSpeeds(copy_in=10e9, read=4e9, write=1e9).too_slow
+    assert rates.DirectSpeeds(copy_in=10e9, read=6e9, write=1e9).too_slow == ""
 
 
 def test_empty_tensors_and_threads(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,6 @@ def short(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine, "_ROUNDS", 1)
         monkeypatch.setitem(optimizer._ELEMENTS, "cuda", 1 << 22)
         monkeypatch.setattr(rates, "_DIRECT_BYTES", 4 * MIB)
-        monkeypatch.setattr(rates, "LEAST_SPEED", 0.0)
 
 
 @pytest.fixture

@@ -149,7 +149,6 @@ def test_a_model_is_measured_in_little_memory(
     monkeypatch.setattr("lt_offload.profiling.machine.measure_hardware", hardware.measure_hardware)
     monkeypatch.setattr("lt_offload.profiling.machine.measure_contention", measure_contention)
     if not target.real:
-        monkeypatch.setattr(rates, "LEAST_SPEED", 0.0)
         monkeypatch.setitem(optimizer._ELEMENTS, "cuda", 1 << 22)
     with only(45 * MIB, device):
         assert rates.product_size(torch.float32, device) == (1024, 1)
