@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.arguments import checked
 from lt_offload.compat.lightning import adds_up, loaded_checkpoint, skips_backward, trainer_of
-from lt_offload.compat.torch import tree_leaves
+from lt_offload.compat.torch import DisableTorchDispatch, tree_leaves
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget, ProcessError
 from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.updates.window import CarriedWindow
@@ -428,9 +429,13 @@ class OffmateStrategy(Checkpoints):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Stream the forward."""
+        """Stream the forward; what the loop keeps on the host is not the device's any more, also if that is emulated."""
         with self._in_memory(self._evaluation), self._streaming():
-            return super().predict_step(*args, **kwargs)
+            outputs = super().predict_step(*args, **kwargs)
+        if self.root_device.type == "cpu":
+            with DisableTorchDispatch():  # what is made from device memory would be counted there
+                return apply_to_collection(outputs, Tensor, torch.clone)
+        return outputs
 
     def _iterate(self, step: ExitStack, **how: Any) -> None:
         """Begin an iteration, which ``step`` encloses, or be ready to begin it when there is a plan."""

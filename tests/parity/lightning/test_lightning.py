@@ -153,6 +153,16 @@ def test_validate_and_predict_without_training_then_train(memory: str) -> None:
     assert differences(*runs) == []
 
 
+def test_predictions_that_are_kept_take_no_device_memory() -> None:
+    """The loop keeps them on the host; together they are larger than the budget."""
+    answers = []
+    for ours in (False, True):
+        made, module = trainer(OffmateStrategy(memory="100KB") if ours else "auto"), seeded_module()
+        answers.append(torch.cat(made.predict(module, DataLoader(Tokens(module.model, 60, seed=1), batch_size=2))))
+    assert answers[0].nbytes > 100_000
+    assert torch.equal(*answers)
+
+
 @pytest.mark.parametrize("verb", ["validate", "predict"])
 @pytest.mark.parametrize("memory", ["1KB", "20KB"])
 def test_an_evaluation_that_lacks_memory_names_the_setting_and_its_value(verb: str, memory: str) -> None:
