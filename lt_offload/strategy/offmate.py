@@ -429,7 +429,7 @@ class OffmateStrategy(Checkpoints):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Stream the forward; what the loop keeps on the host is not the device's any more, also if that is emulated."""
+        """Stream the forward; what the loop keeps is on the host, also where the device is emulated."""
         with self._in_memory(self._evaluation), self._streaming():
             outputs = super().predict_step(*args, **kwargs)
         if self.root_device.type == "cpu":
