@@ -249,7 +249,7 @@ def test_a_short_time_limit_still_gives_a_plan() -> None:
 @pytest.mark.slow
 def test_the_largest_fixture_is_near_its_bound() -> None:
     profile = llama7b_b4(32)
-    plan = solve(profile, memory="10GB", planner="offmate")
+    plan = solve(profile, memory="10GB", planner="offmate", solver_time_limit=1000)  # on any machine
     # Published: 13.5 s measured with barriers; the bound of that runtime's program is 11.6 s.
     assert plan.predicted.lower_bound_s == pytest.approx(11.37, abs=0.02)
     assert plan.predicted.gap < 0.04
