@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.run.summary import RunSummary, environment, print_summary, run_gains, write_report
 from lt_offload.plan import Settings, make_plan, solve
@@ -138,9 +139,12 @@ def test_an_error_in_the_report_does_not_hide_what_ended_the_run(
     summary = RunSummary(tmp_path / "file")
     assert summary.end(planned(None), RuntimeError()) is None, "it has not begun to train"
     summary.first_step = 0
-    with pytest.warns(UserWarning, match="the report could not be written: FileExistsError"):
+    with pytest.warns(
+        UserWarning,
+        match="the report could not be written: ConfigError: .*summary.json. cannot be written: File exists",
+    ):
         assert summary.end(planned(None), RuntimeError()) is None
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ConfigError, match="summary.json. cannot be written: File exists"):
         summary.end(planned(None))
 
 
