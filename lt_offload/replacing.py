@@ -52,10 +52,10 @@ def save_text(path: str | Path, text: str, *, new: bool = False) -> Path:
         FileExistsError: if it must be ``new``, and there is something already.
     """
     target = Path(path)
-    if target.is_dir():
-        raise ConfigError(f"path={str(path)!r} is a folder; add the name of a file")
     if new:
         os.close(new_file(target))  # nobody else takes the name meanwhile
+    if target.is_dir():
+        raise ConfigError(f"path={str(path)!r} is a folder; add the name of a file")
     try:
         with writing(target):
             if target.exists() and not target.is_file():  # /dev/stdout

@@ -119,9 +119,9 @@ def _answered(app: App, loader: Any, ckpt_path: str | None, what: str) -> list[A
     try:
         return app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True) or []
     except (OverBudget, torch.OutOfMemoryError) as error:
+        reason = first_line(error.__cause__ or error)  # the strategy's own words are of evaluations
         raise ConfigError(
-            f"{what} more device memory ({first_line(error)}); write less, or give it more with "
-            "--trainer.strategy.memory"
+            f"{what} more device memory ({reason}); write less, or give it more with --trainer.strategy.memory"
         ) from None
 
 
