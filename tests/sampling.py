@@ -60,10 +60,12 @@ ON_THE_FAKE_GPU = {
 FEW_ON_THE_FAKE_GPU = ON_THE_FAKE_GPU | {"gpu": 8, "gpu/engine": 3, "gpu/measuring": 3}
 """The same with ``--few``."""
 TESTS = {
-    "parity": 3,
+    "parity": 4,
     "parity/test_beside_backward.py": 1,
     "parity/windows/test_norms.py": 1,
     "parity/windows/test_windows.py": 1,
+    **dict.fromkeys(("unit/cli", "unit/finetune", "unit/model", "unit/optim"), 2),
+    **dict.fromkeys(("unit/plan", "unit/planners", "unit/profiling"), 2),
 }
 FEW_TESTS = {"gpu/loops": 8, "gpu/users": 8, "gpu/measuring": 4, "gpu/engine": 4}
 """One test in so many of each file there is run, and at least one; and of them on the fake GPU, with ``--few``."""
