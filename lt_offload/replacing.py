@@ -53,6 +53,7 @@ def save_text(path: str | Path, text: str, *, new: bool = False) -> Path:
     """
     target = Path(path)
     if new:
+        target.parent.mkdir(parents=True, exist_ok=True)
         os.close(new_file(target))  # nobody else takes the name meanwhile
     if target.is_dir():
         raise ConfigError(f"path={str(path)!r} is a folder; add the name of a file")

@@ -229,7 +229,7 @@ def least_s(profile: Profile, settings: Settings) -> float:
 def relaxed_s(profile: Profile, settings: Settings, *, exact: bool = False) -> float:
     """Return the seconds of an update in the relaxed program, which plans come near to; infinity if nothing fits.
 
-    Where nothing else fits, of plans with chunks of logits, but for ``exact``.
+    Where nothing else fits, the logits may be in chunks, unless it is to be ``exact``.
     """
     seconds = _relaxed_s(with_planned_head(profile, settings), settings)
     return seconds if exact or seconds < math.inf else _relaxed_s(profile, settings)

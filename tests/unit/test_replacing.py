@@ -161,6 +161,7 @@ def test_without_locks_all_is_written_and_leftovers_stay(tmp_path: Path, monkeyp
 
 
 def test_nothing_is_overwritten_that_must_be_new(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "made"
     save_text(tmp_path / "file", "old", new=True)
     with pytest.raises(FileExistsError):
         save_text(tmp_path / "file", "new", new=True)
