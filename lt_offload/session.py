@@ -206,7 +206,7 @@ def installed(
             with iteration:
                 yield engine
         except BaseException as error:
-            engine.abort()
+            engine.abort(error)
             if isinstance(error, OverBudget) and larger:
                 known, came = (f"{rows} x {length}" for rows, length in larger)
                 raise OverBudget(

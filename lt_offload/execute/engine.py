@@ -308,12 +308,17 @@ class Engine(LoopCalls):
         with self._guard.suspended:
             self.residency.forget()
 
-    def abort(self) -> None:
-        """Leave an iteration that failed: await what is in flight, drop what was saved, bring newer copies home."""
+    def abort(self, error: BaseException) -> None:
+        """Leave an iteration that failed: await what is in flight, drop what was saved, bring newer copies home.
+
+        Where weights are of two steps ``error``, which the user sees, gets a note that says so.
+        """
         if not self.installed:
             return
         begun = self._iteration.begun > 0
         self._iteration.fail()
+        if self.halfway and HALFWAY not in getattr(error, "__notes__", ()):
+            error.add_note(HALFWAY)
         with self._guard.suspended, self._gradient_view.standing(begun=begun):
             self._gradient_view.discard()
             passes = self._passes
@@ -364,8 +369,8 @@ class Engine(LoopCalls):
                 yield
             if self._iteration.enclosed:
                 self._end_step(stepped=False)
-        except BaseException:
-            self.abort()
+        except BaseException as error:
+            self.abort(error)
             raise
         finally:
             self._iteration.enclosed = False

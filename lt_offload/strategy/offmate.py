@@ -479,7 +479,7 @@ class OffmateStrategy(Checkpoints):
         if self.engine is not None:
             try:
                 self._micro_batch.pop_all()  # there is nothing to end
-                self.engine.abort()
+                self.engine.abort(exception)
             except Exception as second:
                 rank_zero_warn(f"offmate: leaving the interrupted iteration failed, too: {second}")
             self._unfinished = self.engine.unfinished()

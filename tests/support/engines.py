@@ -228,8 +228,8 @@ def installed(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
         try:
             engine.follow(optimizer)
             yield engine
-        except BaseException:
-            engine.abort()
+        except BaseException as error:
+            engine.abort(error)
             raise
 
 

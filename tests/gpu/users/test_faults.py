@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
+from lt_offload.execute.iteration import HALFWAY
 from lt_offload.machine.staging import STAGING_BYTES
 from lt_offload.strategy.checkpoint.resume import FILE
 from tests.gpu.users.runs import USERS, Bench, Scene, check_way, in_both_ways, module
@@ -131,39 +133,53 @@ def test_an_exception_of_a_callback_leaves_a_model_and_a_process(hook: str, way:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-class Hoards(Callback):
-    """Keeps tensors of its own on the device from the second step on, ``piece`` bytes each, ``most`` of them."""
+class TakesTheRest(Callback):
+    """Takes all device memory once, in the step 2: before its forward, or in its backward with some weights updated."""
 
-    def __init__(self, piece: int, most: int) -> None:
-        self.piece, self.most = piece, most
+    def __init__(self, where: str) -> None:
+        self.where = where
         self.kept: list[torch.Tensor] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if trainer.global_step == 2:
-            for _ in range(self.most):
-                self.kept.append(torch.ones(self.piece, dtype=torch.uint8, device=pl_module.device))
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step != 2 or self.kept:
+            return
+        if self.where == "forward":
+            self.take(pl_module.device)
+        else:
+            first = pl_module.model.model.layers[0]
+            first.register_forward_hook(
+                lambda module, args, out: out.register_hook(lambda grad: self.take(grad.device))
+            )
+
+    def take(self, device: torch.device) -> None:
+        """From large pieces to the smallest, so that no cached memory is left either, whatever the plan has left."""
+        piece = 64 << 20
+        while piece >= 512:
+            try:
+                self.kept.append(torch.ones(piece, dtype=torch.uint8, device=device))
+            except torch.OutOfMemoryError:
+                piece //= 2
+
+    def on_exception(self, *args: Any) -> None:
+        self.kept.clear()
 
 
 @pytest.mark.only("cuda", "fake")
-def test_tensors_of_the_users_that_take_the_rest(bench: Bench) -> None:
-    """The next iteration does not fit any more, says so, and loses nothing."""
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_tensors_of_the_users_that_take_the_rest(where: str, bench: Bench, tmp_path: Path) -> None:
+    """What does not fit any more says so; nothing is lost, or the error says that some weights are ahead of others."""
     made = module(dropout=0.1)
     strategy = bench.strategy("tight", plain(bench))
-    hoards = Hoards(512 << 10, 10_000)
-
-    def until_nothing_is_left(trainer: Any, pl_module: Any, *args: Any) -> None:
-        try:
-            Hoards.on_train_batch_end(hoards, trainer, pl_module)
-        except torch.OutOfMemoryError:
-            del hoards.kept[-1]
-
-    hoards.on_train_batch_end = until_nothing_is_left  # type: ignore[method-assign]
-    with pytest.raises((OverBudget, torch.OutOfMemoryError)):
-        bench.fit(strategy, made, callbacks=[hoards])
-    assert hoards.kept
-    hoards.kept.clear()
+    rest, saver = TakesTheRest(where), ModelCheckpoint(tmp_path, every_n_train_steps=100, save_on_exception=True)
+    unsaved = pytest.warns(UserWarning, match="is not written") if where == "backward" else nullcontext()
+    with unsaved, pytest.raises((OverBudget, torch.OutOfMemoryError)) as refused:
+        bench.fit(strategy, made, callbacks=[rest, saver], enable_checkpointing=True)
+    assert not rest.kept
+    halfway = where == "backward"
+    assert getattr(refused.value, "__notes__", []) == [HALFWAY] * halfway
+    assert bool(list(tmp_path.iterdir())) != halfway
     expected, found = weights_of(bench, 2), made.state_dict()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert any(not torch.equal(found[name], expected[name]) for name in found) == halfway
     undisturbed(bench, "tight")
 
 

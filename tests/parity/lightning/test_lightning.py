@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from lt_offload import AdamW, OffmateStrategy
 from lt_offload.errors import ConfigError, OverBudget, PlanError, UnsupportedError
 from lt_offload.execute.engine import Engine
+from lt_offload.execute.iteration import HALFWAY
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -271,8 +272,9 @@ def test_a_fault_is_reported_and_leaves_a_usable_model_and_process(where: str) -
 
 def test_an_interrupt_between_two_updates_saves_nothing(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, filename="last", save_on_exception=True)
-    with pytest.warns(UserWarning, match="last.ckpt is not written"), pytest.raises(Stop):
+    with pytest.warns(UserWarning, match="last.ckpt is not written"), pytest.raises(Stop) as broken:
         fit(Forced(), callbacks=[saver, Fault("backward")], enable_checkpointing=True)
+    assert broken.value.__notes__ == [HALFWAY]
     assert not list(tmp_path.iterdir())
 
 

@@ -191,7 +191,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def break_off(self) -> None:
         halfway = self.iteration.halfway or self.engine.added > 0
-        self.engine.abort()
+        error = RuntimeError("broken off")
+        self.engine.abort(error)
+        assert getattr(error, "__notes__", []) == [HALFWAY] * self.engine.halfway
         self.losses = None
         assert self.iteration.state is (State.FAILED if halfway or self.engine.unfinished() else State.IDLE)
         assert (self.engine.unfinished() is not None) == (self.iteration.state is State.FAILED)
