@@ -211,7 +211,6 @@ class PeerWatch:
             self._failure = self._failure or why
 
     def _read_all(self) -> None:
-        """Read what all others have written, each of them and of the run."""
         keys = {other: f"{self._run_name}/{other}" for other in self._peers}
         failure = f"{self._run_name}/failure"
         with self._alone():

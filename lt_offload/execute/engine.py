@@ -258,7 +258,6 @@ class Engine(LoopCalls):
         return step
 
     def _in_common(self, staying: Collection[int]) -> Common | None:
-        """Return what this engine has in common with those of other processes."""
         if self._others is None:
             return None
         in_place = self.updates is not None and self.updates.in_place

@@ -201,7 +201,6 @@ def _as_asked(profile: Profile, settings: Settings, *, bounded: bool, table: Tie
 
 
 def _chunked(plan: Plan, profile: Profile, why: str) -> Plan:
-    """Return ``plan``, whose last block is ``chunked``, with what it says about its numbers."""
     predicted = replace(plan.predicted, no_offload_s=no_offload_s(profile))
     note = (
         f"{why}: {profile.blocks[-1].name} and the loss take {plan.chunk_tokens} tokens at a time. Its gradient is "
@@ -261,7 +260,6 @@ def with_planned_head(profile: Profile, settings: Settings) -> Profile:
 
 
 def _with_chunks_only(profile: Profile) -> Profile | None:
-    """Return ``profile`` with no other option for its last block than ``chunked``; None if that is not offered."""
     options = tuple(option for option in profile.blocks[-1].options if option.name == "chunked")
     return _with_head(profile, options) if options else None
 
@@ -311,7 +309,6 @@ def _all_fits(profile: Profile, settings: Settings) -> bool:
 
 
 def _parted(profile: Profile, settings: Settings, index: int, *, bounded: bool) -> Plan | None:
-    """Return the plan that updates the table ``index`` in two parts, None if none is found."""
     less = replace(settings, host_memory=settings.host.less(room_of_rows(profile, index)))
     try:
         table = TiedTable(index=index, profile=profile)
@@ -371,11 +368,9 @@ class _Selection:
 
     @property
     def profile(self) -> Profile:
-        """The profile that is planned for."""
         return self.request.profile
 
     def run(self, *, bounded: bool = True) -> Plan:
-        """Return the best plan, with the bound of its time if that is asked for."""
         with _collection_paused():
             return self._run(bounded=bounded)
 
@@ -418,7 +413,6 @@ class _Selection:
 
     @property
     def _left(self) -> float:
-        """Seconds until the time limit."""
         return self.request.deadline - time.monotonic()
 
     # -- candidates --------------------------------------------------------------------------------------------------
@@ -561,7 +555,6 @@ def _collection_paused() -> Iterator[None]:
 
 
 def _for_several(profile: Profile, ram: int) -> str:
-    """Return what RAM of a plan for several processes means, for people."""
     what = "frozen weights" + (", those that the host updates and their states" if profile.common_updates else "")
     return (
         f"RAM is that of one of {profile.processes} processes, {format_bytes(profile.processes * ram)} for all: of "

@@ -323,7 +323,6 @@ class BlockRun:
             self.offloader.close()
 
     def _backward_in_slices(self, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the backward of each slice, the last one first."""
         cut = self._cut
         assert cut is not None and self._gradients is not None
         # Other inputs than rows of samples are given to every slice.

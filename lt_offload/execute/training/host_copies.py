@@ -117,7 +117,6 @@ class HostCopies:
         return 0 if self._common is None else self._common.machine.rank
 
     def _saved_by(self, weight: Weight) -> int:
-        """Return which process of the machine writes ``weight`` and its states to a checkpoint."""
         return 0 if self._common is None or weight.owner is None else weight.owner
 
     def _changing(self) -> Iterator[tuple[torch.UntypedStorage, TrackedTensor]]:

@@ -256,7 +256,6 @@ class LoopCalls(ABC):
         self._manual.check_options()
 
     def _end_step_of_loop(self) -> None:
-        """``optimizer.step()`` has ended, before hooks of users."""
         used, self._updating = self._updating, False
         self.finish()
         if used:

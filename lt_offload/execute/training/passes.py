@@ -335,7 +335,6 @@ class Passes:
         return gradients
 
     def _run_again(self, ops: Sequence[Op]) -> None:
-        """Run forwards again, as the plan wants it before a backward."""
         handed: list[Tensor] | None = None
         block = -1
         for op in ops:

@@ -55,7 +55,6 @@ class _Owned:
     """The answer, True if some process has one."""
 
     def add_up(self) -> None:
-        """Let :attr:`grad` be the sum."""
         first, *others = self.places
         if self.grad is not first:
             self.grad.copy_(first)

@@ -283,7 +283,6 @@ class Updates:
         return made[0] if len(made) == 1 else partial(one_by_one, made)
 
     def _by_step(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
-        """Return a function that has a sub-optimizer update ``weights``."""
         groups: dict[int, dict[str, Any]] = {}
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         alone: dict[Tensor, Mapping[str, Any]] = {}
@@ -436,7 +435,6 @@ class Updates:
 
 
 def _with_own_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``attributes`` with copies of the dictionaries that hold tensors."""
     return {
         name: dict(value) if type(value) is dict and any(isinstance(part, Tensor) for part in value.values()) else value
         for name, value in attributes.items()

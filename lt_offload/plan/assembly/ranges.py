@@ -175,7 +175,6 @@ class ArenaRanges:
         self._leaving.append((low, low + size, until))
 
     def _places(self, low: int, high: int, size: int, leaving: list[_Leaving], wanted: list[_Range]) -> set[int]:
-        """Return the places from ``low`` to ``high`` that touch another range."""
         places = {low, high}
         if low < self._cursor < high:
             places.add(self._cursor)

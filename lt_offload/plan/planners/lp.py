@@ -160,7 +160,6 @@ class _Solver(pulp.HiGHS):  # type: ignore[misc]
 
 
 def _limits(variables: Sequence[pulp.LpVariable]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the least and the most of ``variables``."""
     infinity = highspy.kHighsInf
     lows, highs = [variable.lowBound for variable in variables], [variable.upBound for variable in variables]
     return (

@@ -363,7 +363,6 @@ def _uses_all(op: Op) -> bool:
 
 
 def _complete(tensor: TensorProfile, profile: Profile) -> int | None:
-    """Return the step in which the gradient of ``tensor`` is complete; None if no backward makes one."""
     return max(backward_steps(tensor.blocks, profile), default=None)
 
 
@@ -450,7 +449,6 @@ class _Saved:
         return f"but the input of {name} is not what the block before returns: it has to stay saved"
 
     def run_again(self, op: Op) -> Iterator[str]:
-        """Yield the violations of a forward that runs again."""
         block, name = self.blocks[op.block], describe(op)
         before = self.before if self.before is not None and self.before.step == op.step else None
         if before is not None and before.block >= op.block:

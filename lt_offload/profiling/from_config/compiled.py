@@ -96,7 +96,6 @@ def fuse(graph: Graph) -> Graph:
 def _write(
     new: Graph, outputs: list[Node], made: dict[Node, Node], value: Any, *, kept: set[Node], runs: dict[Node, int]
 ) -> None:
-    """Add the operation that makes ``outputs``, all of one run."""
     if not outputs:
         return
     reads = list(dict.fromkeys(_reads(outputs, kept, runs)))

@@ -201,7 +201,6 @@ class _Planner:
         return f"its smallest plan needs {needed} of the {format_bytes(self.request.budget_bytes)} on the device"
 
     def given(self, variant: _Variant) -> Given:
-        """Return what ``variant`` would do in enough memory."""
         profile, steps = self.profile, timeline(self.profile)
         readings = [Reading(always=not tensor.trainable) for tensor in profile.tensors]
         if variant.zero_copy != "none":

@@ -190,7 +190,6 @@ class LinearProgram:
     def _count_block(
         self, index: int, block: BlockProfile, options: Sequence[OptionProfile], weights: list[Term], held: Term
     ) -> None:
-        """Count a block's activations, computations and copies, given what the blocks before it hold."""
         forward, backward = self.timeline.forward(index), self.timeline.backward(index)
         interface = block.input_bytes + block.output_bytes
         add(self.other[forward], [(1, held), (self._size(interface), 1.0)])
@@ -223,7 +222,6 @@ class LinearProgram:
             self._count_copies(index, offloaded)
 
     def _pool_activations(self, between: Between) -> None:
-        """Count copies of saved activations of all blocks together."""
         lanes = ((self.d2h, self.d2h_rate), (self.h2d, self.h2d_rate))
         # Between the last block's forward and the loss, copies give memory back.
         last, apart = len(self.profile.blocks) - 1, any(o.before_loss_bytes is not None for o in self.options[-1])

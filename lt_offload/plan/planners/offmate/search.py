@@ -111,7 +111,6 @@ class _ProgramSeries:
 
     @property
     def best(self) -> _Estimated | None:
-        """The fastest; None if there is none."""
         return min(self.estimated, key=lambda each: each.seconds, default=None)
 
     @property
