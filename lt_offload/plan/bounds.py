@@ -96,7 +96,6 @@ class Bounds:
     def _solved(self, any_time: bool) -> float | None:
         optimistic = replace(
             self._config,
-            pools="split",
             phi=0.0,
             lag=0,
             lookahead=0,
