@@ -356,6 +356,22 @@ def offmate_config(profile: Profile, settings: Settings, *, reach: int) -> Offma
     )
 
 
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Make no search for unreachable cycles meanwhile; as it was before, afterwards.
+
+    Planning makes hundreds of thousands of objects, few of which are in cycles, and each thorough search goes through
+    everything that torch has loaded as well: a tenth of the time of planning. Objects without cycles are freed as ever.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Selection:
     """One search for the best plan: cheap methods first, and better ones while there is time."""
 
@@ -370,11 +386,8 @@ class _Selection:
     def profile(self) -> Profile:
         return self.request.profile
 
+    @_collection_paused()
     def run(self, *, bounded: bool = True) -> Plan:
-        with _collection_paused():
-            return self._run(bounded=bounded)
-
-    def _run(self, *, bounded: bool) -> Plan:
         if not self._ram_suffices():
             raise explain_infeasible(self.request)
         if self.planner in ("auto", "resident"):
@@ -444,7 +457,7 @@ class _Selection:
         named = self.planner == name
         enough = not named and self.bounds.are_near(self.candidates.fastest_s)
         if not named and self.candidates.fitting and self._left <= 0:
-            self.candidates.cut_short(name)
+            self.candidates.cut.append(name)
             return
         try:
             proposals = propose(self.request if named else replace(self.request, beat_s=self.candidates.fastest_s))
@@ -487,7 +500,7 @@ class _Selection:
         least = smallest_for(self.request)
         if least is not None:
             name = "stream, least memory" if self.planner == "stream" else "least memory"
-            self.candidates.add(Proposal(name=name, sets=least.sets))
+            self.candidates.add(Proposal(name=name, sets=least))
 
     def _add_programs(self) -> None:
         self._search_programs(lookups=False)
@@ -536,22 +549,6 @@ class _Selection:
                 f"copies of the other {format_bytes(needed - pinnable)} are slower than predicted"
             )
         return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Make no search for unreachable cycles meanwhile; as it was before, afterwards.
-
-    Planning makes hundreds of thousands of objects, few of which are in cycles, and each thorough search goes through
-    everything that torch has loaded as well: a tenth of the time of planning. Objects without cycles are freed as ever.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _for_several(profile: Profile, ram: int) -> str:

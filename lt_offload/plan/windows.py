@@ -173,9 +173,7 @@ def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[P
     seconds = deferred * settings.accumulate * _streamed_s(profile)
     once = plan.predicted
     predicted = replace(
-        once,
-        iteration_s=once.iteration_s + seconds,
-        lower_bound_s=min(once.lower_bound_s, once.iteration_s),
+        once, iteration_s=once.iteration_s + seconds, lower_bound_s=min(once.lower_bound_s, once.iteration_s)
     )
     note = (
         f"{deferred} of {forwards} forwards must wait for others before their backward and run twice, which takes "

@@ -21,11 +21,7 @@ from torch.optim import Adafactor, Muon, Optimizer
 
 from lt_offload import limits
 from lt_offload.arguments import shown
-from lt_offload.compat.torch import (
-    DataDependentOutputException,
-    FakeTensorMode,
-    tree_map,
-)
+from lt_offload.compat.torch import DataDependentOutputException, FakeTensorMode, tree_map
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.dispatch import OperationMode

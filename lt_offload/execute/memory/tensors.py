@@ -221,11 +221,6 @@ class States(Viewed[dict[Place, Tensor]]):
         """The state whose tensors these are, key by key, as it was when that was found."""
 
     @property
-    def index(self) -> int:
-        """Index of the weight."""
-        return self.weight.index
-
-    @property
     def filled(self) -> bool:
         """True if there is anything to copy: states appear with the first update."""
         return bool(self.known)
@@ -334,11 +329,6 @@ class Sum(Whole):
         """Its Euclidean norm, found on the device where the sum was; None: it has to be read for that."""
         self.filled = False
         """There is a gradient in it; the first one of a window replaces what is there."""
-
-    @property
-    def index(self) -> int:
-        """Index of the weight."""
-        return self.weight.index
 
     @property
     def room(self) -> int:

@@ -143,13 +143,7 @@ class Arrivals:
         own = self._sums.get(weight.index)
         return _Owned(weight.index, places, places[0] if own is None else own, self._common.given(weight))
 
-    def _work(
-        self,
-        mine: Sequence[Weight],
-        with_gradient: Sequence[Weight],
-        *,
-        squares: bool,
-    ) -> Callable[[], None]:
+    def _work(self, mine: Sequence[Weight], with_gradient: Sequence[Weight], *, squares: bool) -> Callable[[], None]:
         """Return what adds up and updates, with the optimizer's options of this moment."""
         edit = self._clipping.edit()
         sure = [weight for weight in mine if weight in with_gradient]

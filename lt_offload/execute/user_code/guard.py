@@ -28,13 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload import limits
-from lt_offload.compat.torch import (
-    FOREACH_COPY,
-    DisableTorchFunctionSubclass,
-    address_of,
-    has_storage,
-    typed_storage,
-)
+from lt_offload.compat.torch import FOREACH_COPY, DisableTorchFunctionSubclass, address_of, has_storage, typed_storage
 from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Residency

@@ -81,10 +81,7 @@ def choose_batch(
 
 
 def choose_parts(
-    measure: Callable[[int], Profile],
-    settings: Settings,
-    *,
-    on_plan: Callable[[Profile, Plan], None] | None = None,
+    measure: Callable[[int], Profile], settings: Settings, *, on_plan: Callable[[Profile, Plan], None] | None = None
 ) -> tuple[Profile, Plan]:
     """Choose the number of parts of a batch, a power of two up to its samples, with which an iteration is fastest.
 

@@ -36,12 +36,7 @@ def add(row: pulp.LpAffineExpression, pairs: Iterable[Pair]) -> None:
             row.addterm(term, factor)
 
 
-def require(
-    problem: Problem,
-    pairs: Iterable[Pair],
-    relation: Literal["<=", ">=", "=="],
-    right: float = 0.0,
-) -> None:
+def require(problem: Problem, pairs: Iterable[Pair], relation: Literal["<=", ">=", "=="], right: float = 0.0) -> None:
     """Add the row ``sum(pairs) relation right`` to ``problem``."""
     row = pulp.LpAffineExpression()
     add(row, pairs)

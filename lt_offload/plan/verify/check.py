@@ -13,27 +13,10 @@ from collections.abc import Iterator
 
 from lt_offload.plan.iteration.computations import SAVED
 from lt_offload.plan.iteration.durations import computations_of, durations
-from lt_offload.plan.iteration.memory import (
-    aligned,
-    backward_steps,
-    computation_bytes,
-    host_bytes,
-    state_room,
-)
+from lt_offload.plan.iteration.memory import aligned, backward_steps, computation_bytes, host_bytes, state_room
 from lt_offload.plan.verify.ordering import misordered
 from lt_offload.schema.accesses import PAYLOADS, lanes_of
-from lt_offload.schema.plan import (
-    ADDING,
-    ALIGNMENT,
-    Op,
-    Pass,
-    Plan,
-    Save,
-    Timeline,
-    describe,
-    one_batch,
-    problems,
-)
+from lt_offload.schema.plan import ADDING, ALIGNMENT, Op, Pass, Plan, Save, Timeline, describe, one_batch, problems
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_bytes, format_seconds
 
