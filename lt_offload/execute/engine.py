@@ -38,7 +38,7 @@ from lt_offload.execute.training.survey import Survey
 from lt_offload.execute.updates.clipping import RestClipping
 from lt_offload.execute.updates.common_states import CommonStates
 from lt_offload.execute.updates.gradients import Gradients
-from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.execute.updates.optimizer import Updates, updates_in_place
 from lt_offload.execute.updates.others import SumsOfAll
 from lt_offload.execute.updates.tables import tables_of
 from lt_offload.execute.updates.window import Window
@@ -125,7 +125,6 @@ class Engine(LoopCalls):
         self._fixed: InstalledSetup
         self._gradient_view: GradientView
         self.host_copies: HostCopies
-        self._passes: Passes | None = None
         self._rest = RestClipping([param for _, param in self.structure.rest])
         self._window = Window()
         if program is not None:
@@ -260,7 +259,7 @@ class Engine(LoopCalls):
     def _in_common(self, staying: Collection[int]) -> Common | None:
         if self._others is None:
             return None
-        in_place = self.updates is not None and self.updates.in_place
+        in_place = self.updates is not None and updates_in_place(self.updates.optimizer)
         if self.plan is not None and not self.plan.delayed:
             check_beside(self.plan, in_place=in_place, machines=self._others.size // self._others.machine.size)
         return Common(self._others, self.device, self.weights, self._program, staying, owned_updates=in_place)
@@ -479,13 +478,6 @@ class Engine(LoopCalls):
             return self.streaming.forward(index, forward, args, kwargs)
 
     # -- for whoever drives it ---------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def passes(self) -> Passes:
-        """The passes of the plan."""
-        assert self._passes is not None, "training needs a plan"
-        return self._passes
 
     @property
     def stats(self) -> EngineStats:

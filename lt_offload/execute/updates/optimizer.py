@@ -197,11 +197,6 @@ class Updates:
             if weight.index not in updated and weight.param.requires_grad:
                 raise limits.WITHOUT_GRADIENT.error(f"{type(self.optimizer).__name__}, {weight.label}")
 
-    @property
-    def in_place(self) -> bool:
-        """True if updates write the states that are there, once there are any: no other object takes their place."""
-        return updates_in_place(self.optimizer)
-
     def state(self, weight: Weight) -> dict[str, Any]:
         """Return the live state dictionary of ``weight``, or a new one that the optimizer does not know yet."""
         state: dict[str, Any] = self.optimizer.state.get(weight.param, {})

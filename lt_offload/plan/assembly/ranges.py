@@ -178,12 +178,7 @@ class ArenaRanges:
         places = {low, high}
         if low < self._cursor < high:
             places.add(self._cursor)
-        for begin, end, _ in leaving:
-            if low < end < high:
-                places.add(end)
-            if low < begin - size < high:
-                places.add(begin - size)
-        for begin, end in wanted:
+        for begin, end in (*((begin, end) for begin, end, _ in leaving), *wanted):
             if low < end < high:
                 places.add(end)
             if low < begin - size < high:
