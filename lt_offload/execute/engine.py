@@ -33,6 +33,7 @@ from lt_offload.execute.program import Program, check_match
 from lt_offload.execute.training.handover import Handover
 from lt_offload.execute.training.host_copies import HostCopies, host_limit
 from lt_offload.execute.training.loop import LoopCalls
+from lt_offload.execute.training.parts import EngineParts
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
 from lt_offload.execute.updates.clipping import RestClipping
@@ -122,7 +123,6 @@ class Engine(LoopCalls):
         self._guard: Guard
         self._stream: object
         """The stream that blocks are to be called on: the current one, until a step begins on another."""
-        self._fixed: InstalledSetup
         self._gradient_view: GradientView
         self.host_copies: HostCopies
         self._rest = RestClipping([param for _, param in self.structure.rest])
@@ -178,27 +178,24 @@ class Engine(LoopCalls):
         checks_of_use = self._iteration.check_read, self._iteration.check_write
         modes = self._survey.modes if self._survey is not None else None
         self._guard = Guard(self.weights, self.residency, updates, *checks_of_use, unseen, common, modes)
-        self._fixed = InstalledSetup(self.structure, self.weights, updates, self._hooks)
+        fixed = InstalledSetup(self.structure, self.weights, updates, self._hooks)
         window = self._window, self._forget_sums
         self._gradient_view = GradientView(self.weights, self._guard, self.residency, *window)
-        self.handover = Handover(
-            self.structure,
-            program,
-            self.weights,
-            self._blocks,
+        parts = EngineParts(
+            structure=self.structure,
+            weights=self.weights,
+            blocks=self._blocks,
             recorder=self.recorder,
             residency=self.residency,
             iteration=self._iteration,
             guard=self._guard,
-            setup=self._fixed,
+            setup=fixed,
             view=self._gradient_view,
-            staying=bool(held),
         )
-        self.host_copies = HostCopies(
-            self.weights, updates, program, device=device, residency=self.residency, guard=self._guard, common=common
-        )
+        self.handover = Handover(parts, program, staying=bool(held))
+        self.host_copies = HostCopies(parts, updates, program, common)
         if updates is not None:
-            self._begin_training(updates)
+            self._begin_training(updates, parts)
         self._stream = device.stream()
         self._elsewhere.enter_context(located(self.model, device.torch_device))
         # Last: up to here the engine itself reads and writes weights.
@@ -214,26 +211,13 @@ class Engine(LoopCalls):
         for block, run in zip(self.structure.blocks, runs, strict=True):
             self._undo.append(intercept(block.module, without_gradients(block.module, run)))
 
-    def _begin_training(self, updates: Updates) -> None:
+    def _begin_training(self, updates: Updates, parts: EngineParts) -> None:
         """Stand around the optimizer's step, and carry the plan out if there is one."""
         step = self._watch_optimizer(updates)
         if self._program is None or self.gradients is None:
             return
         self._passes = Passes(
-            self.structure,
-            self._program,
-            self.weights,
-            self._blocks,
-            pool=self.pool,
-            iteration=self._iteration,
-            residency=self.residency,
-            streaming=self.streaming,
-            gradients=self.gradients,
-            recorder=self.recorder,
-            guard=self._guard,
-            setup=self._fixed,
-            view=self._gradient_view,
-            step=step,
+            parts, self._program, pool=self.pool, streaming=self.streaming, gradients=self.gradients, step=step
         )
         if self._others is not None and self._common is not None:
             # Updates use the sums of all processes' gradients, and each process carries out its part of them.
