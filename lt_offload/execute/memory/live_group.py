@@ -282,14 +282,12 @@ def needed_by_compute(
         group.device_ready = None  # the compute lane is ordered after it for good
 
 
-def needed_by_caller(device: Device, groups: Sequence[LiveGroup], *, write: bool = True) -> None:
-    """Order the calling thread, which reads ``groups`` where they are, after whatever fills them.
-
-    On the device the work is launched behind that, on the host this thread waits. ``write``: it writes them, too.
-    """
-    here = [(group.device_ready, group.buffer) for group in groups if group.buffer is not None]
-    used = [buffer for _, buffer in here]
-    device.wait(*distinct(ready for ready, _ in here), reads=() if write else used, writes=used if write else ())
+def needed_by_caller(device: Device, groups: Sequence[LiveGroup]) -> None:
+    """Order the calling thread, which reads and writes ``groups`` where they are, after whatever fills them."""
+    here = [group for group in groups if group.buffer is not None]
+    device.wait(
+        *distinct(group.device_ready for group in here), writes=[g.buffer for g in here if g.buffer is not None]
+    )
     at_home = [group for group in groups if group.buffer is None]
     device.synchronize(*complete_on_host(at_home))
     for group in at_home:

@@ -29,7 +29,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.host_task import HostTask
-from lt_offload.execute.memory.live_group import distinct, needed_by_caller
+from lt_offload.execute.memory.live_group import complete_on_host, distinct, needed_by_caller
 from lt_offload.execute.memory.tensors import Sum, Weight
 
 Unscale = Callable[[Any, torch.device], object]
@@ -127,7 +127,12 @@ class Clipping:
         totals = [total for param in params if (total := ours.get(id(param))) is not None and total.filled]
         known = {total: total.norm for total in totals if total.norm is not None and norm_type == 2.0}
         groups = list(dict.fromkeys(total.group for total in totals if total not in known))
-        needed_by_caller(self._device, groups, write=False)
+        here = [group for group in groups if group.buffer is not None]
+        reads = [group.buffer for group in here if group.buffer is not None]
+        # On the device the norms are launched behind what fills the sums; on the host this thread reads them, so it
+        # waits.
+        self._device.wait(*distinct(group.device_ready for group in here), reads=reads)
+        self._device.synchronize(*complete_on_host(group for group in groups if group.buffer is None))
         grads = {id(total.weight.param): total.host if total.view is None else total.view for total in totals}
         grads |= {id(param): param.grad for param in others if param.grad is not None}
         with torch.no_grad():
