@@ -125,6 +125,5 @@ def add_between(
 
 
 def _parts(row: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Yield the parts of ``row`` that are sent at once, one after the other."""
     if row[0].numel():
         yield from zip(*(torch.split(one, max(1, PART_BYTES // one.element_size())) for one in row), strict=True)

@@ -94,7 +94,8 @@ class PeerWatch:
         self._rank, self._run_name = rank, f"lt_offload/{name}"
         self._own = ""
         """The error of this process, as it has told it."""
-        self._failure: str | None = None
+        self.failure: str | None = None
+        """The process that has failed and why, in words; None if none has, as far as is known."""
         self._state, self._number = _RUNS, 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -116,7 +117,7 @@ class PeerWatch:
 
     def close(self) -> None:
         """End the thread; the others need not wonder when this process ends."""
-        if self._failure is None:
+        if self.failure is None:
             with suppress(Exception):
                 self._say(_CLOSED)
         self._closed.set()
@@ -131,7 +132,7 @@ class PeerWatch:
 
     def tell(self, error: BaseException) -> None:
         """Tell the others that this process fails with ``error``, unless it fails because of another one."""
-        if isinstance(error, ProcessError) or self._failure is not None:
+        if isinstance(error, ProcessError) or self.failure is not None:
             return
         text = str(error) if isinstance(error, OffloadError) else f"{type(error).__name__}: {error}"
         self._own = f"process {self._rank} failed: {text}"
@@ -155,11 +156,11 @@ class PeerWatch:
         since, now = self._asked, time.monotonic()
         if self._asked is not None and now - self._checked > _PAUSE_S:
             self._asked = now
-        elif self.strict and since is not None and now - since > SILENCE_S and self._failure is None:
+        elif self.strict and since is not None and now - since > SILENCE_S and self.failure is None:
             self._silent(0, self._peers.get(0, _Peer()), now - since)
         self._checked = now
-        if self._failure is not None:
-            raise ProcessError(self._failure)
+        if self.failure is not None:
+            raise ProcessError(self.failure)
 
     def explain(self, error: Exception) -> ProcessError:
         """Return what ``error`` of a collective comes from, once it is known."""
@@ -167,17 +168,12 @@ class PeerWatch:
         # One that was alone on its machine has nobody there who tells.
         elsewhere = [other for other, peer in self._peers.items() if peer.ended is None]
         limit = began + (2 * _QUIET_S if elsewhere else _PATIENCE_S)
-        while self._failure is None and time.monotonic() < limit:
+        while self.failure is None and time.monotonic() < limit:
             time.sleep(BEAT_S / 20)
             quietest = min(elsewhere, key=lambda other: self._peers[other].heard, default=None)
             if quietest is not None and time.monotonic() - max(began, self._peers[quietest].heard) > _QUIET_S:
                 self._ended(quietest, self._peers[quietest])
-        return ProcessError(self._failure or f"another process ended without a word, killed perhaps: {error}")
-
-    @property
-    def failure(self) -> str | None:
-        """The process that has failed and why, in words; None if none has, as far as is known."""
-        return self._failure
+        return ProcessError(self.failure or f"another process ended without a word, killed perhaps: {error}")
 
     def late(self) -> str | None:
         """Return which processes are at an earlier batch than this one; None if a process before this one says so."""
@@ -208,10 +204,9 @@ class PeerWatch:
 
     def _learn(self, why: str) -> None:
         if why != self._own:
-            self._failure = self._failure or why
+            self.failure = self.failure or why
 
     def _read_all(self) -> None:
-        """Read what all others have written, each of them and of the run."""
         keys = {other: f"{self._run_name}/{other}" for other in self._peers}
         failure = f"{self._run_name}/failure"
         with self._alone():

@@ -33,12 +33,13 @@ from lt_offload.execute.program import Program, check_match
 from lt_offload.execute.training.handover import Handover
 from lt_offload.execute.training.host_copies import HostCopies, host_limit
 from lt_offload.execute.training.loop import LoopCalls
+from lt_offload.execute.training.parts import EngineParts
 from lt_offload.execute.training.passes import Passes
 from lt_offload.execute.training.survey import Survey
 from lt_offload.execute.updates.clipping import RestClipping
 from lt_offload.execute.updates.common_states import CommonStates
 from lt_offload.execute.updates.gradients import Gradients
-from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.execute.updates.optimizer import Updates, updates_in_place
 from lt_offload.execute.updates.others import SumsOfAll
 from lt_offload.execute.updates.tables import tables_of
 from lt_offload.execute.updates.window import Window
@@ -122,10 +123,8 @@ class Engine(LoopCalls):
         self._guard: Guard
         self._stream: object
         """The stream that blocks are to be called on: the current one, until a step begins on another."""
-        self._fixed: InstalledSetup
         self._gradient_view: GradientView
         self.host_copies: HostCopies
-        self._passes: Passes | None = None
         self._rest = RestClipping([param for _, param in self.structure.rest])
         self._window = Window()
         if program is not None:
@@ -179,27 +178,24 @@ class Engine(LoopCalls):
         checks_of_use = self._iteration.check_read, self._iteration.check_write
         modes = self._survey.modes if self._survey is not None else None
         self._guard = Guard(self.weights, self.residency, updates, *checks_of_use, unseen, common, modes)
-        self._fixed = InstalledSetup(self.structure, self.weights, updates, self._hooks)
+        fixed = InstalledSetup(self.structure, self.weights, updates, self._hooks)
         window = self._window, self._forget_sums
         self._gradient_view = GradientView(self.weights, self._guard, self.residency, *window)
-        self.handover = Handover(
-            self.structure,
-            program,
-            self.weights,
-            self._blocks,
+        parts = EngineParts(
+            structure=self.structure,
+            weights=self.weights,
+            blocks=self._blocks,
             recorder=self.recorder,
             residency=self.residency,
             iteration=self._iteration,
             guard=self._guard,
-            setup=self._fixed,
+            setup=fixed,
             view=self._gradient_view,
-            staying=bool(held),
         )
-        self.host_copies = HostCopies(
-            self.weights, updates, program, device=device, residency=self.residency, guard=self._guard, common=common
-        )
+        self.handover = Handover(parts, program, staying=bool(held))
+        self.host_copies = HostCopies(parts, updates, program, common)
         if updates is not None:
-            self._begin_training(updates)
+            self._begin_training(updates, parts)
         self._stream = device.stream()
         self._elsewhere.enter_context(located(self.model, device.torch_device))
         # Last: up to here the engine itself reads and writes weights.
@@ -215,26 +211,13 @@ class Engine(LoopCalls):
         for block, run in zip(self.structure.blocks, runs, strict=True):
             self._undo.append(intercept(block.module, without_gradients(block.module, run)))
 
-    def _begin_training(self, updates: Updates) -> None:
+    def _begin_training(self, updates: Updates, parts: EngineParts) -> None:
         """Stand around the optimizer's step, and carry the plan out if there is one."""
         step = self._watch_optimizer(updates)
         if self._program is None or self.gradients is None:
             return
         self._passes = Passes(
-            self.structure,
-            self._program,
-            self.weights,
-            self._blocks,
-            pool=self.pool,
-            iteration=self._iteration,
-            residency=self.residency,
-            streaming=self.streaming,
-            gradients=self.gradients,
-            recorder=self.recorder,
-            guard=self._guard,
-            setup=self._fixed,
-            view=self._gradient_view,
-            step=step,
+            parts, self._program, pool=self.pool, streaming=self.streaming, gradients=self.gradients, step=step
         )
         if self._others is not None and self._common is not None:
             # Updates use the sums of all processes' gradients, and each process carries out its part of them.
@@ -258,10 +241,9 @@ class Engine(LoopCalls):
         return step
 
     def _in_common(self, staying: Collection[int]) -> Common | None:
-        """Return what this engine has in common with those of other processes."""
         if self._others is None:
             return None
-        in_place = self.updates is not None and self.updates.in_place
+        in_place = self.updates is not None and updates_in_place(self.updates.optimizer)
         if self.plan is not None and not self.plan.delayed:
             check_beside(self.plan, in_place=in_place, machines=self._others.size // self._others.machine.size)
         return Common(self._others, self.device, self.weights, self._program, staying, owned_updates=in_place)
@@ -485,13 +467,6 @@ class Engine(LoopCalls):
             return self.streaming.forward(index, forward, args, kwargs)
 
     # -- for whoever drives it ---------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def passes(self) -> Passes:
-        """The passes of the plan."""
-        assert self._passes is not None, "training needs a plan"
-        return self._passes
 
     @property
     def stats(self) -> EngineStats:

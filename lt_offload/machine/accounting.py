@@ -191,7 +191,6 @@ class Account(OperationMode):
                 self._serial += 1
 
     def _check(self, nbytes: int, cause: object) -> None:
-        """Raise ``OverBudget`` if ``nbytes`` more would pass the limit."""
         if self.limit is not None and self._current + nbytes > self.limit:
             what = f"a tensor of shape {tuple(cause.shape)}" if isinstance(cause, torch.Tensor) else cause
             raise OverBudget(
@@ -236,7 +235,6 @@ class Account(OperationMode):
 
 
 def _operands(args: tuple[Any, ...], kwargs: Any) -> list[torch.Tensor]:
-    """Return the strided tensors among the arguments of an operation: mostly they are no more than arguments."""
     tensors = []
     for value in args:
         if type(value) is torch.Tensor and value.layout is torch.strided:

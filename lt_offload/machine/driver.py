@@ -194,7 +194,6 @@ def workspace_bytes(device: torch.device) -> int:
 
 
 def _process_bytes(device: torch.device) -> int | None:
-    """Return what this process occupies on ``device`` in all, None if the driver does not tell."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     try:
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(uuid))

@@ -67,7 +67,6 @@ def give_back() -> None:
 
 @cache
 def _glibc() -> Any:
-    """Return the C library if it is glibc, else None."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018

@@ -110,7 +110,6 @@ def resident_bytes(sizes: Mapping[int, int]) -> int:
 
 
 def _in_file(first: int, last: int) -> bool:
-    """Return whether the addresses are in one mapping of a file."""
     for line in _MAPS.read_text(encoding="utf-8").splitlines() if _MAPS.exists() else ():
         addresses, _, _, _, inode, *_ = line.split()
         start, end = (int(address, 16) for address in addresses.split("-"))

@@ -129,7 +129,6 @@ class _Memory:
 
 
 def _device_pointer(address: int) -> int:
-    """Return where the device finds the page-locked memory that the host has at ``address``."""
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")  # which torch has loaded
     except OSError as error:

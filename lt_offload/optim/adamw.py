@@ -213,7 +213,6 @@ class AdamW(Optimizer):
         plain.update(native.update(entries, options), options)
 
     def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of ``parameter``, a new one before its first update."""
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             raise ConfigError("AdamW takes no sparse gradients; use Embedding(sparse=False), or torch.optim.SparseAdam")
@@ -315,7 +314,6 @@ def _has_master(parameter: Tensor, group: Mapping[str, Any]) -> bool:
 
 
 def _wide_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of masters and of full moments."""
     return torch.float32 if parameter.dtype in _LOW else parameter.dtype
 
 

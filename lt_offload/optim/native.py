@@ -211,7 +211,6 @@ def _library_root() -> tuple[int | None, int | None]:
 
 
 def _tables(entries: Sequence[Entry], options: Options) -> tuple[Numbers, Numbers]:
-    """Return addresses and numbers of ``entries``, one row each."""
     arrays, steps = [], []
     for entry in entries:
         param = entry.param.data_ptr()
@@ -353,7 +352,6 @@ def _samples(step: float, generator: torch.Generator) -> Iterator[tuple[Entry, d
     """Yield an update of each kind that the kernel knows, and options."""
 
     def numbers(dtype: torch.dtype = torch.float32) -> Tensor:
-        """Numbers of many magnitudes."""
         one, other = (torch.randn(_SAMPLE, generator=generator, dtype=torch.float32, device="cpu") for _ in range(2))
         return (one * other.mul_(3).exp_()).to(dtype)
 

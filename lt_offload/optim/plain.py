@@ -230,7 +230,6 @@ def stochastic(values: Tensor, seed: int, first: int = 0) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """Return the number that 32 ``bits`` are for torch."""
     return (bits & 0xFFFFFFFF) - (1 << 32 if bits & 0x80000000 else 0)
 
 

@@ -96,7 +96,6 @@ class Bounds:
     def _solved(self, any_time: bool) -> float | None:
         optimistic = replace(
             self._config,
-            pools="split",
             phi=0.0,
             lag=0,
             lookahead=0,
@@ -114,7 +113,7 @@ class Bounds:
             return None
         except ConfigError:  # the time is over
             pass
-        self._candidates.cut_short("the lower bound, which is that of the computations alone")
+        self._candidates.cut.append("the lower bound, which is that of the computations alone")
         return None
 
     def _copies_are_short(self) -> bool:

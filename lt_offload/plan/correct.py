@@ -155,7 +155,6 @@ class _MeasuredOp:
 
 
 def _items(plan: Plan, planned: Trace, measured: Sequence[Trace]) -> Iterator[_MeasuredOp]:
-    """Yield the ops of ``plan`` whose duration is known from ``measured``."""
     promised = _durations(planned, plan)
     known: defaultdict[int, list[float]] = defaultdict(list)
     for trace in measured:
@@ -225,11 +224,9 @@ class _Scales:
 
     @property
     def distance(self) -> float:
-        """Distance of the farthest ratio from 1, in logarithms."""
         return max((abs(math.log(ratio)) for ratio in self._ratios.values()), default=0.0)
 
     def apply(self, profile: Profile) -> Profile:
-        """Return ``profile``, scaled."""
         h2d, d2h, host, device = map(self._of, ("h2d", "d2h", "host", "update"))
         return replace(
             slowed(profile, h2d=h2d, d2h=d2h, host=host, device=device),

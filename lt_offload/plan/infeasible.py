@@ -63,13 +63,11 @@ def explain_infeasible(request: Request) -> InfeasibleError:
 
 
 def _of_process(profile: Profile) -> str:
-    """Return the process's own part of a need for RAM, in words."""
     own = profile.processes * profile.hardware.process_bytes
     return f", the {format_bytes(own)} of Python, PyTorch and libraries included" if own else ""
 
 
 def _of_several(profile: Profile) -> str:
-    """Return the processes for which RAM is needed, in words, if there are several."""
     if profile.processes == 1:
         return ""
     what = "frozen weights and those that the host updates" if profile.common_updates else "frozen weights"
@@ -132,7 +130,6 @@ def _smaller_precision(profile: Profile, allowed: Allowed, host_budget: int) -> 
 
 
 def _as(tensor: TensorProfile, dtype: str, weight: int, state: int) -> TensorProfile:
-    """Return ``tensor`` in another precision; a frozen one keeps its own."""
     if not tensor.trainable:
         return tensor
     count = math.prod(tensor.shape)
@@ -155,8 +152,6 @@ def _smaller_inputs(request: Request) -> Iterator[str]:
 
 
 def _scaled(profile: Profile, ratio: float) -> Profile:
-    """Return ``profile`` with activations of ``ratio`` times the size."""
-
     def sizes(part: BlockProfile | OptionProfile, *names: str) -> dict[str, Any]:
         return {name: int(getattr(part, name) * ratio) for name in names}
 

@@ -70,7 +70,6 @@ def compared(plan: Plan, profile: Profile, settings: Settings, *, thorough: bool
 
 
 def _binding(plan: Plan, profile: Profile) -> str:
-    """Return the name of what is busiest in an iteration of ``plan``, and for how much of it."""
     shares = {LANE[name].title: share for name, share in plan.busy.items()}
     shares["the RAM's bandwidth"] = sum(share * profile.contention.of(name) for name, share in plan.busy.items())
     calls = ((op, count) for op, count in zip(plan.ops, plan.counts, strict=True) if op.kind in ("forward", "backward"))

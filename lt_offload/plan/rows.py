@@ -149,6 +149,5 @@ def _starts(blocks: int) -> Iterator[int]:
 
 
 def _fetched(timetable: Timetable, early: set[DeviceCopy], step: int) -> Timetable:
-    """Return ``timetable`` with ``early`` in ``step``."""
     copies = tuple(replace(copy, arrival=step) if copy in early else copy for copy in timetable.copies)
     return replace(timetable, copies=copies)

@@ -145,7 +145,6 @@ class CardsGain:
         )
 
     def _way_out(self) -> str:
-        """Return the remedy where more cards make the longest part longer, as the rest of a sentence."""
         if self.limit not in (_MEMORY, _NETWORK):
             return ""
         what = "card takes weights from it and brings gradients" if self.limit == _MEMORY else "machine sends gradients"
@@ -190,6 +189,5 @@ def gain(plan: Plan, profile: Profile, one: Plan) -> CardsGain:
 
 
 def _gathering_s(plan: Plan, profile: Profile) -> float:
-    """Return the seconds of updates on the host in which owners add up the sums of all processes."""
     places = zip(profile.tensors, plan.update_places, strict=True)
     return sum(gathered(t, profile) for t, place in places if place == "host") / profile.optimizer.host_bytes_per_s

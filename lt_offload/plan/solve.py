@@ -201,7 +201,6 @@ def _as_asked(profile: Profile, settings: Settings, *, bounded: bool, table: Tie
 
 
 def _chunked(plan: Plan, profile: Profile, why: str) -> Plan:
-    """Return ``plan``, whose last block is ``chunked``, with what it says about its numbers."""
     predicted = replace(plan.predicted, no_offload_s=no_offload_s(profile))
     note = (
         f"{why}: {profile.blocks[-1].name} and the loss take {plan.chunk_tokens} tokens at a time. Its gradient is "
@@ -261,7 +260,6 @@ def with_planned_head(profile: Profile, settings: Settings) -> Profile:
 
 
 def _with_chunks_only(profile: Profile) -> Profile | None:
-    """Return ``profile`` with no other option for its last block than ``chunked``; None if that is not offered."""
     options = tuple(option for option in profile.blocks[-1].options if option.name == "chunked")
     return _with_head(profile, options) if options else None
 
@@ -311,7 +309,6 @@ def _all_fits(profile: Profile, settings: Settings) -> bool:
 
 
 def _parted(profile: Profile, settings: Settings, index: int, *, bounded: bool) -> Plan | None:
-    """Return the plan that updates the table ``index`` in two parts, None if none is found."""
     less = replace(settings, host_memory=settings.host.less(room_of_rows(profile, index)))
     try:
         table = TiedTable(index=index, profile=profile)
@@ -359,6 +356,22 @@ def offmate_config(profile: Profile, settings: Settings, *, reach: int) -> Offma
     )
 
 
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Make no search for unreachable cycles meanwhile; as it was before, afterwards.
+
+    Planning makes hundreds of thousands of objects, few of which are in cycles, and each thorough search goes through
+    everything that torch has loaded as well: a tenth of the time of planning. Objects without cycles are freed as ever.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Selection:
     """One search for the best plan: cheap methods first, and better ones while there is time."""
 
@@ -371,15 +384,10 @@ class _Selection:
 
     @property
     def profile(self) -> Profile:
-        """The profile that is planned for."""
         return self.request.profile
 
+    @_collection_paused()
     def run(self, *, bounded: bool = True) -> Plan:
-        """Return the best plan, with the bound of its time if that is asked for."""
-        with _collection_paused():
-            return self._run(bounded=bounded)
-
-    def _run(self, *, bounded: bool) -> Plan:
         if not self._ram_suffices():
             raise explain_infeasible(self.request)
         if self.planner in ("auto", "resident"):
@@ -418,7 +426,6 @@ class _Selection:
 
     @property
     def _left(self) -> float:
-        """Seconds until the time limit."""
         return self.request.deadline - time.monotonic()
 
     # -- candidates --------------------------------------------------------------------------------------------------
@@ -450,7 +457,7 @@ class _Selection:
         named = self.planner == name
         enough = not named and self.bounds.are_near(self.candidates.fastest_s)
         if not named and self.candidates.fitting and self._left <= 0:
-            self.candidates.cut_short(name)
+            self.candidates.cut.append(name)
             return
         try:
             proposals = propose(self.request if named else replace(self.request, beat_s=self.candidates.fastest_s))
@@ -493,7 +500,7 @@ class _Selection:
         least = smallest_for(self.request)
         if least is not None:
             name = "stream, least memory" if self.planner == "stream" else "least memory"
-            self.candidates.add(Proposal(name=name, sets=least.sets))
+            self.candidates.add(Proposal(name=name, sets=least))
 
     def _add_programs(self) -> None:
         self._search_programs(lookups=False)
@@ -544,24 +551,7 @@ class _Selection:
         return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())
 
 
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Make no search for unreachable cycles meanwhile; as it was before, afterwards.
-
-    Planning makes hundreds of thousands of objects, few of which are in cycles, and each thorough search goes through
-    everything that torch has loaded as well: a tenth of the time of planning. Objects without cycles are freed as ever.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _for_several(profile: Profile, ram: int) -> str:
-    """Return what RAM of a plan for several processes means, for people."""
     what = "frozen weights" + (", those that the host updates and their states" if profile.common_updates else "")
     return (
         f"RAM is that of one of {profile.processes} processes, {format_bytes(profile.processes * ram)} for all: of "

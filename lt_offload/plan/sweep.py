@@ -147,7 +147,6 @@ def _few(sizes: Sequence[int], said: str) -> tuple[int, ...]:
 
 
 def _nearest(text: str) -> str:
-    """Return the form nearest to ``text``."""
     first = text.partition("=")[0].strip().lower()
     axis, example = next(((axis, form) for axis, (words, form) in _AXES.items() if re.search(words, first)), ("", ""))
     sizes = re.findall(r"[0-9][0-9.]* *[kmgt]i?b", text, flags=re.IGNORECASE)

@@ -125,7 +125,6 @@ def plan_windows(
 
 
 def _by_rows(profile: Profile, table: int, settings: Settings, plan_one: Callable[..., Plan]) -> Iterator[Plan]:
-    """Yield the plan that updates ``table`` in two parts, if one is found."""
     less = for_one(settings)
     less = replace(less, host_memory=less.host.less(room_of_rows(profile, table, sums=True)))
     head = as_head(with_sums(profile, settings.accumulate), table)
@@ -174,9 +173,7 @@ def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[P
     seconds = deferred * settings.accumulate * _streamed_s(profile)
     once = plan.predicted
     predicted = replace(
-        once,
-        iteration_s=once.iteration_s + seconds,
-        lower_bound_s=min(once.lower_bound_s, once.iteration_s),
+        once, iteration_s=once.iteration_s + seconds, lower_bound_s=min(once.lower_bound_s, once.iteration_s)
     )
     note = (
         f"{deferred} of {forwards} forwards must wait for others before their backward and run twice, which takes "
@@ -194,7 +191,6 @@ def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[P
 
 
 def _streamed_s(profile: Profile) -> float:
-    """Return the seconds of a forward whose weights are streamed through the device."""
     computing = sum(block.options[0].forward_s for block in profile.blocks)
     copying = sum(tensor.bytes for tensor in profile.tensors) / profile.hardware.h2d_bytes_per_s
     return max(computing, copying)
@@ -224,7 +220,6 @@ def for_windows(plan: Plan, profile: Profile, settings: Settings) -> Plan:
 
 
 def _alone_s(plan: Plan, profile: Profile) -> float:
-    """Return the seconds of an accumulating pass that follows others."""
     # The difference between four passes and five is one in the middle, without what the first and the last do.
     long, longer = (simulate(replace(plan, window=window), profile).iteration_time for window in (4, 5))
     return longer - long

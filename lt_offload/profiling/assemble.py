@@ -231,7 +231,6 @@ def _with_tail(option: OptionProfile, output_bytes: int, tail: Tail, grad_bytes:
     block_backward = option.backward_peak_bytes + tail.left
 
     def whole(peak: int | None) -> int | None:
-        """Return a peak that has gradients in it."""
         return None if peak is None else max(peak + tail.left, tail.backward_peak, tail.saved) - tail.saved
 
     return replace(

@@ -284,7 +284,6 @@ class _Trial:
         self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
     def forward(self) -> list[Tensor]:
-        """Run the forward and keep what the option keeps; return the tensors of numbers."""
         joint = Joint([1] if self.cut is None else self.cut.sizes)
         for part, trial in enumerate(self._parts):
             joint.put(part, trial.forward())
@@ -294,7 +293,6 @@ class _Trial:
         return outputs
 
     def incoming_gradients(self) -> dict[int, Tensor]:
-        """Return gradients for the outputs that the loss reaches."""
         reached = {slot: self._outputs[slot] for slot in sorted(self.call.reached) if slot < len(self._outputs)}
         return {
             slot: torch.zeros(shape, dtype=dtype, device=device) for slot, (shape, dtype, device) in reached.items()
@@ -346,7 +344,6 @@ class _PartTrial:
         self._cache = CacheCostly(partial(_keep_costly, self._noted, self._kept, call))
 
     def forward(self) -> list[Tensor]:
-        """Run the forward and keep what the option keeps; return the tensors of numbers."""
         self._rewind()
         if self.option == "keep":
             self._inputs = self._enter()

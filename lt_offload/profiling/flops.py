@@ -42,7 +42,6 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
 
 
 def _number(config: Any, name: str) -> int:
-    """Return a setting; 0 if there is none, or one for each stage of several."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else 0
 

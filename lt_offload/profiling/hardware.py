@@ -131,7 +131,6 @@ def _validated(path: Path, values: dict[str, Any]) -> HardwareProfile:
 
 
 def _description(name: str, setting: str, folder: str) -> Path:
-    """Return the file of ``name``: a shipped one of ``folder``, whose name may be cut short, or a path."""
     shipped = shipped_files(folder, ".yaml")
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in shipped:

@@ -283,7 +283,6 @@ def _read(module: nn.Module, name: str, x: Tensor, forward: int, backward: int) 
 
 
 def _extra_seconds(read: Read, host_copy: HostCopy, device: torch.device, meter: Meter) -> tuple[float, float]:
-    """Return the seconds that reading one parameter in host memory adds to a layer's forward and to its backward."""
     held = [(parameter, parameter.data) for parameter in read.module.parameters(recurse=False)]
     own, data = read.tensor, read.tensor.data
     try:

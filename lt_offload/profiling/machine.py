@@ -72,7 +72,6 @@ def measure_machine(
 
 
 def _alone(machine: HardwareProfile, contention: Contention) -> HardwareProfile:
-    """Return ``machine`` with the speeds of copies in one direction alone, if ``contention`` says the rest."""
     # Speeds beside the other direction have its slowdown in them, which `contention` would count a second time.
     h2d, d2h = machine.h2d_alone_bytes_per_s, machine.d2h_alone_bytes_per_s
     if not contention.slowdowns or not h2d or not d2h:

@@ -183,7 +183,6 @@ class Roofline(OperationMode):
         return self._rates.get(read[0].dtype, slowest) if read else slowest
 
     def _shown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return the part of attention's products that a kernel computes."""
         mask, place = kwargs.get("attn_mask"), _IS_CAUSAL[func]
         causal = kwargs.get("is_causal", len(args) > place and args[place])
         if self._unmasked and mask is not None:

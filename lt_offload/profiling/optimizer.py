@@ -21,11 +21,7 @@ from torch.optim import Adafactor, Muon, Optimizer
 
 from lt_offload import limits
 from lt_offload.arguments import shown
-from lt_offload.compat.torch import (
-    DataDependentOutputException,
-    FakeTensorMode,
-    tree_map,
-)
+from lt_offload.compat.torch import DataDependentOutputException, FakeTensorMode, tree_map
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.dispatch import OperationMode
@@ -316,7 +312,6 @@ class _ParameterStandIn:
                 tensor.data = mapped.view(tensor.shape).copy_(tensor.data)
 
     def fill_gradients(self) -> None:
-        """Give parameters without a gradient one."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.full_like(parameter, 1e-3)
@@ -343,7 +338,6 @@ class _ParameterStandIn:
             raise limits.UNTRIED.error(use) from error
 
     def copy_state(self) -> None:
-        """Copy the state of the parameter, if it has any."""
         like = self._sample.like
         for mine in self.parameters if self._sample.optimizer.state.get(like) else ():
             state = self.optimizer.state[mine]
@@ -482,7 +476,6 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
 
 
 def _largest(optimizer: Optimizer) -> _Sample:
-    """Return the largest tensor, cut down to a size that is updated quickly."""
     parameter, place = max(places_of(optimizer).items(), key=lambda pair: pair[0].numel())
     return _Sample(optimizer, place, _cut(tuple(parameter.shape), _SAMPLE_ELEMENTS), parameter.dtype, parameter)
 

@@ -312,8 +312,6 @@ def _product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> flo
 
 
 def _copy_rate(device: torch.device) -> float:
-    """Return bytes read and written per second by a copy within ``device``."""
-
     def measure(nbytes: int) -> float:
         source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)

@@ -185,7 +185,6 @@ def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _gap(predicted: Prediction) -> str:
-    """Return the distance of a plan from the lower bound, in words, or that the bound is not proved."""
     bound = format_seconds(predicted.lower_bound_s)
     if predicted.proved:
         return f"{predicted.gap:.1%} above the lower bound of {bound}"
@@ -350,7 +349,6 @@ def _fields(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield lines; cells that are too wide take several."""
     cells = [
         [textwrap.wrap(cell, limit, break_long_words=False) or [""] for cell, limit in zip(row, _LIMITS, strict=False)]
         for row in rows

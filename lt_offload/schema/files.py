@@ -91,11 +91,7 @@ def _check_numbers(value: Any, where: tuple[str | int, ...]) -> None:
 
 @checked
 def load_json(
-    cls: type[T],
-    path: str | Path,
-    *,
-    schema: int,
-    problems: Callable[[T], Iterator[str]] | None = None,
+    cls: type[T], path: str | Path, *, schema: int, problems: Callable[[T], Iterator[str]] | None = None
 ) -> T:
     """Read a ``cls`` of this ``schema`` that has none of the ``problems``; else ``PlanError``, naming the file."""
     try:

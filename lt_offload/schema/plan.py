@@ -477,7 +477,7 @@ class Plan(Strict):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read JSON, also of schema 2; raises ``PlanError`` if it is not a plan of this version or that one."""
+        """Read JSON; raises ``PlanError`` if it is not a plan of this schema version."""
         return load_json(cls, path, schema=PLAN_SCHEMA, problems=problems)
 
     def explain(self) -> str:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pulp
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.planners.lp import Pair, Term, add, pairs
+from lt_offload.plan.planners.lp import Pair, Term, add, pairs, require
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.group import GroupTerms
 from lt_offload.plan.planners.offmate.model import LinearProgram
@@ -21,8 +22,8 @@ from lt_offload.plan.planners.offmate.program import MakeProgram, ProgramSearch,
 from lt_offload.plan.planners.offmate.solution import Flow, Group
 from lt_offload.schema.profile import BlockProfile, Profile
 
-PAPER: dict[str, Any] = {"phi": 1.0, "lag": 0, "lookahead": 0, "pools": "shared", "idle_states": False}
-"""How the paper's runtime copies and allocates, as arguments of OffmateConfig."""
+PAPER: dict[str, Any] = {"phi": 1.0, "lag": 0, "lookahead": 0}
+"""How the paper's runtime copies, as arguments of OffmateConfig."""
 
 
 class PaperProgram(LinearProgram):
@@ -41,6 +42,16 @@ class PaperProgram(LinearProgram):
     def gradients_on_host(self) -> list[Pair]:
         """Return terms for the host memory of gradients: each has its own."""
         return [pair for row in self.arriving.values() for pair in pairs(row)]
+
+    def states_on_host(self, v: GroupTerms) -> list[Pair]:
+        """Return terms for the host memory of states: they have a place there once they travel."""
+        states = self._size(v.group.state_bytes)
+        return [(states, v.host_share), *((states, flow) for flow in v.state_offload)]
+
+    def limit_pools(self, budget: pulp.LpVariable) -> None:
+        """Limit device memory, which is one pool."""
+        for arena, other in zip(self.arena, self.other, strict=True):
+            require(self.problem, [*pairs(other), *pairs(arena), (-1, budget)], "<=")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,7 @@ class Repeats:
         self._pairs: list[tuple[str, list[Tensor], list[Tensor]]] = []
         """By block, the sums of both runs, which a GPU may not have computed yet."""
         self.watching = False
+        """The outputs of first runs are summed up."""
 
     def begin(self) -> None:
         """A pass begins."""
@@ -35,16 +36,8 @@ class Repeats:
         few = self._passes & (self._passes - 1) == 0
         self.watching = few and (self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled())
 
-    def sums(self, outputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return what tells these outputs from others; None if nobody compares this time."""
-        if not self.watching:
-            return None
-        return bit_sums(outputs)
-
-    def compare(self, block: str, first: list[Tensor] | None, outputs: Sequence[Tensor]) -> None:
+    def compare(self, block: str, first: list[Tensor], outputs: Sequence[Tensor]) -> None:
         """Compare ``outputs`` of a second run of ``block`` with the first's sums; on a GPU :meth:`check` will tell."""
-        if first is None:
-            return
         self._pairs.append((block, first, bit_sums(outputs)))
         if self._device.type == "cpu":
             self.check()

@@ -30,7 +30,7 @@ from lt_offload.execute.blocks.shared_inputs import RunningTotal
 from lt_offload.execute.blocks.slices import PlannedBlock, Slice, catch, count_uses
 from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, SavedTensors, given_back
 from lt_offload.execute.updates.gradients import Gradients
-from lt_offload.model.calls import BlockNode, EntryNode, tensors_of
+from lt_offload.model.calls import BlockNode, EntryNode, bit_sums, tensors_of
 from lt_offload.model.parts import Joint, Outputs
 from lt_offload.model.saving import CacheCostly, ReplayCostly, activations_of, travels
 from lt_offload.model.snapshot import version
@@ -202,7 +202,7 @@ class BlockRun:
 
     def _note_outputs(self, part: Slice, out: Any) -> None:
         if self.block.repeats.watching:
-            part.sums = self.block.repeats.sums(tensors_of(out))
+            part.sums = bit_sums(tensors_of(out))
 
     def _save(self, part: Slice, inputs: Sequence[Tensor]) -> None:
         """Save the input, as it was before the forward, in the way of the option."""
@@ -323,7 +323,6 @@ class BlockRun:
             self.offloader.close()
 
     def _backward_in_slices(self, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the backward of each slice, the last one first."""
         cut = self._cut
         assert cut is not None and self._gradients is not None
         # Other inputs than rows of samples are given to every slice.

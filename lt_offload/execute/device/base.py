@@ -193,7 +193,6 @@ class Device(ABC):
         return queued
 
     def _queue(self, task: Any) -> None:
-        """Give ``task`` to its lane."""
         self._lanes.submit(task)
 
     @abstractmethod

@@ -188,10 +188,7 @@ class CudaDevice(Device):
             return False
         if self._staging is None:
             self._staging = Staging(
-                self._staging_memory,
-                event=partial(self._cuda.event, timing=False),
-                use=self._cuda.use,
-                copy=_copy,
+                self._staging_memory, event=partial(self._cuda.event, timing=False), use=self._cuda.use, copy=_copy
             )
         return True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -119,17 +119,13 @@ class EmulatedDevice(Device):
             self._account.charge(*tensors)
         return tensors
 
-    @contextmanager
     @override
-    def accounting(self, signature: object = None) -> Iterator[None]:
-        with self._counting(everything=True):
-            yield
+    def accounting(self, signature: object = None) -> AbstractContextManager[None]:
+        return self._counting(everything=True)
 
-    @contextmanager
     @override
-    def between(self) -> Iterator[None]:
-        with self._counting(everything=False):
-            yield
+    def between(self) -> AbstractContextManager[None]:
+        return self._counting(everything=False)
 
     @contextmanager
     def _counting(self, *, everything: bool) -> Iterator[None]:

@@ -369,7 +369,6 @@ class ActivationOffloader:
         self._storages.clear()
 
     def _take_host_memory(self) -> None:
-        """Take host memory for all storages, side by side."""
         sizes = [storage.nbytes for storage in self._storages]
         self.nbytes = sum(sizes)
         self._host = self.pool.take(sum([-(-nbytes // _HOST_ALIGNMENT) for nbytes in sizes]) * _HOST_ALIGNMENT, self)

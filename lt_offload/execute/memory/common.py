@@ -253,7 +253,6 @@ class Common:
         moving.clear()
 
     def _house_sums(self, spans: Sequence[Sequence[LiveGroup]]) -> None:
-        """Make memory for everybody's sums of gradients, which owners read."""
         memory = self.memory_of_all([_size(span) for span in spans], "sums") if spans else []
         for rank, of_one in enumerate(memory):
             own = rank == self.machine.rank

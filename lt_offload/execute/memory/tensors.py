@@ -98,6 +98,7 @@ class Weight(Whole):
         "param",
         "group",
         "present",
+        "room",
         "seen",
         "shadows",
         "states",
@@ -114,7 +115,8 @@ class Weight(Whole):
         self.label = f"weight {name}"
         self.param = param
         self.host: Tensor = param.data
-        self.nbytes: int = self.host.nbytes
+        self.room = self.nbytes = self.host.nbytes
+        """Bytes, also those of the group, without what alignment adds."""
         self.group: LiveGroup
         self.owner: int | None = None
         """The process that updates the host copy, where several have it in common; None: it is this one's own."""
@@ -142,11 +144,6 @@ class Weight(Whole):
         """Be the tensor ``index`` of another engine, before that is installed; return itself."""
         self.index, self.label, self.host = index, f"weight {name}", self.param.data
         return self
-
-    @property
-    def room(self) -> int:
-        """Bytes of the group, without what alignment adds."""
-        return self.nbytes
 
     def rehost(self, host: Tensor) -> None:
         """Let ``host``, which has the same contents, be the host copy."""
@@ -219,11 +216,6 @@ class States(Viewed[dict[Place, Tensor]]):
         """Their host copies."""
         self._seen: dict[Any, Any] | None = None
         """The state whose tensors these are, key by key, as it was when that was found."""
-
-    @property
-    def index(self) -> int:
-        """Index of the weight."""
-        return self.weight.index
 
     @property
     def filled(self) -> bool:
@@ -317,12 +309,12 @@ class States(Viewed[dict[Place, Tensor]]):
 class Sum(Whole):
     """The sum of one weight's gradients over the micro-batches of a window."""
 
-    __slots__ = ("filled", "first", "group", "label", "norm", "parted", "places", "weight")
+    __slots__ = ("filled", "first", "group", "label", "norm", "parted", "places", "room", "weight")
 
     def __init__(self, weight: Weight) -> None:
         super().__init__()
         self.label = weight.label.replace("weight", "sum", 1)
-        self.weight = weight
+        self.weight, self.room = weight, weight.room
         self.group: LiveGroup
         self.places: tuple[Tensor, ...] = ()
         """The sums of every process, in the order of ranks, if all see them."""
@@ -334,16 +326,6 @@ class Sum(Whole):
         """Its Euclidean norm, found on the device where the sum was; None: it has to be read for that."""
         self.filled = False
         """There is a gradient in it; the first one of a window replaces what is there."""
-
-    @property
-    def index(self) -> int:
-        """Index of the weight."""
-        return self.weight.index
-
-    @property
-    def room(self) -> int:
-        """Bytes of the group, without what alignment adds."""
-        return self.weight.nbytes
 
     @property
     def hosts(self) -> tuple[Tensor, ...]:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.iteration import Iteration
-from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import room
-from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Program, repeated
+from lt_offload.execute.training.parts import EngineParts
 from lt_offload.execute.updates.window import CarriedWindow
-from lt_offload.execute.user_code.checks import InstalledSetup, may_repeat
-from lt_offload.execute.user_code.gradient_view import GradientView
-from lt_offload.execute.user_code.guard import Guard
-from lt_offload.model.blocks import Structure
+from lt_offload.execute.user_code.checks import may_repeat
 from lt_offload.schema.plan import Plan
 
 
@@ -27,25 +19,11 @@ class Handover:
     ``staying``: somebody held memory of a weight when the engine was installed.
     """
 
-    def __init__(
-        self,
-        structure: Structure,
-        program: Program | None,
-        weights: Sequence[Weight],
-        blocks: Sequence[Sequence[Weight]],
-        *,
-        recorder: Recorder,
-        residency: Residency,
-        iteration: Iteration,
-        guard: Guard,
-        setup: InstalledSetup,
-        view: GradientView,
-        staying: bool,
-    ) -> None:
-        self._structure, self._program, self._weights, self._blocks = structure, program, weights, blocks
-        self._recorder = recorder
-        self._residency, self._iteration, self._window = residency, iteration, iteration.window
-        self._guard, self._setup, self._view, self.staying = guard, setup, view, staying
+    def __init__(self, parts: EngineParts, program: Program | None, *, staying: bool) -> None:
+        self._structure, self._weights, self._blocks = parts.structure, parts.weights, parts.blocks
+        self._recorder, self._residency, self._program = parts.recorder, parts.residency, program
+        self._iteration, self._window = parts.iteration, parts.iteration.window
+        self._guard, self._setup, self._view, self.staying = parts.guard, parts.setup, parts.view, staying
 
     def changed(self, optimizer: Optimizer) -> str | None:
         """Return what has changed since the installation that only another plan can follow; None: nothing."""

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 
 from lt_offload.compat.torch import address_of
 from lt_offload.errors import OverBudget
-from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.activations import ROUNDING
 from lt_offload.execute.memory.common import Common
-from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.snapshots import HostSnapshot
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Program
+from lt_offload.execute.training.parts import EngineParts
 from lt_offload.execute.updates.optimizer import Updates
-from lt_offload.execute.user_code.guard import Guard, TrackedTensor
+from lt_offload.execute.user_code.guard import TrackedTensor
 from lt_offload.model.optimizers import Place, tensor_at
 from lt_offload.units import format_bytes
 
@@ -35,19 +34,11 @@ class HostCopies:
     """The host memory of an engine."""
 
     def __init__(
-        self,
-        weights: Sequence[Weight],
-        updates: Updates | None,
-        program: Program | None,
-        *,
-        device: Device,
-        residency: Residency,
-        guard: Guard,
-        common: Common | None,
+        self, parts: EngineParts, updates: Updates | None, program: Program | None, common: Common | None
     ) -> None:
         self._common = common
-        self._weights, self._updates, self._program = weights, updates, program
-        self._device, self._snapshots, self._guard = device, residency.snapshots, guard
+        self._weights, self._updates, self._program = parts.weights, updates, program
+        self._device, self._snapshots, self._guard = parts.recorder.device, parts.residency.snapshots, parts.guard
         self._updated_on_host: Collection[int] = program.updated_on_host if program is not None else ()
 
     @property
@@ -117,7 +108,6 @@ class HostCopies:
         return 0 if self._common is None else self._common.machine.rank
 
     def _saved_by(self, weight: Weight) -> int:
-        """Return which process of the machine writes ``weight`` and its states to a checkpoint."""
         return 0 if self._common is None or weight.owner is None else weight.owner
 
     def _changing(self) -> Iterator[tuple[torch.UntypedStorage, TrackedTensor]]:

@@ -34,14 +34,16 @@ class LoopCalls(ABC):
     _iteration: Iteration
     _guard: Guard
     _gradient_view: GradientView
+    _passes: Passes | None = None
     _manual: ManualLoop | None = None
     _updating = False
     """The step of a loop that is not ours uses gradients up."""
 
     @property
-    @abstractmethod
     def passes(self) -> Passes:
         """The passes of the plan."""
+        assert self._passes is not None, "training needs a plan"
+        return self._passes
 
     @abstractmethod
     def finish(self) -> None:
@@ -256,7 +258,6 @@ class LoopCalls(ABC):
         self._manual.check_options()
 
     def _end_step_of_loop(self) -> None:
-        """``optimizer.step()`` has ended, before hooks of users."""
         used, self._updating = self._updating, False
         self.finish()
         if used:

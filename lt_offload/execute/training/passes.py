@@ -21,24 +21,20 @@ from lt_offload.execute.blocks.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.blocks.run import BlockRun
 from lt_offload.execute.blocks.runs import BlockRuns
 from lt_offload.execute.blocks.shared_inputs import SharedInputs
-from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.interpreter import Interpreter
-from lt_offload.execute.iteration import Iteration, State
+from lt_offload.execute.iteration import State
 from lt_offload.execute.memory.activations import HostPool
 from lt_offload.execute.memory.bound_weights import BoundWeights
-from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.streaming import Streaming
 from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Program
+from lt_offload.execute.training.parts import EngineParts
 from lt_offload.execute.updates.common_states import CommonStates
 from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.execute.updates.others import SumsOfAll
 from lt_offload.execute.user_code import checks
-from lt_offload.execute.user_code.checks import Backward, Consumers, InstalledSetup, OwnParameters
-from lt_offload.execute.user_code.gradient_view import GradientView
-from lt_offload.execute.user_code.guard import Guard
+from lt_offload.execute.user_code.checks import Backward, Consumers, OwnParameters
 from lt_offload.execute.user_code.step_hooks import ManualLoop, OptimizerStepHook
-from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import tensors_of
 from lt_offload.schema.plan import Op
 
@@ -76,27 +72,22 @@ class Passes:
 
     def __init__(
         self,
-        structure: Structure,
+        parts: EngineParts,
         program: Program,
-        weights: Sequence[Weight],
-        blocks: Sequence[list[Weight]],
         *,
         pool: HostPool,
-        iteration: Iteration,
-        residency: Residency,
         streaming: Streaming,
         gradients: Gradients,
-        recorder: Recorder,
-        guard: Guard,
-        setup: InstalledSetup,
-        view: GradientView,
         step: OptimizerStepHook,
     ) -> None:
+        structure, weights, blocks = parts.structure, parts.weights, parts.blocks
+        recorder, residency = parts.recorder, parts.residency
         self._structure, self._weights, self._blocks = structure, weights, blocks
-        self._iteration, self._window = iteration, iteration.window
+        self._recorder, self._residency = recorder, residency
+        self._iteration, self._window = parts.iteration, parts.iteration.window
+        self._guard, self._setup, self._view = parts.guard, parts.setup, parts.view
         runs = self._runs = BlockRuns(recorder.device, pool, structure, program, blocks, gradients)
-        self._residency, self._gradients, self._recorder = residency, gradients, recorder
-        self._guard, self._setup, self._view, self.step = guard, setup, view, step
+        self._gradients, self.step = gradients, step
         self._presence = {
             op.id: BoundWeights(recorder.device, blocks[op.block], op, program.read_on_host[op.id])
             for op in program.computations
@@ -335,7 +326,6 @@ class Passes:
         return gradients
 
     def _run_again(self, ops: Sequence[Op]) -> None:
-        """Run forwards again, as the plan wants it before a backward."""
         handed: list[Tensor] | None = None
         block = -1
         for op in ops:

@@ -55,7 +55,6 @@ class _Owned:
     """The answer, True if some process has one."""
 
     def add_up(self) -> None:
-        """Let :attr:`grad` be the sum."""
         first, *others = self.places
         if self.grad is not first:
             self.grad.copy_(first)
@@ -144,13 +143,7 @@ class Arrivals:
         own = self._sums.get(weight.index)
         return _Owned(weight.index, places, places[0] if own is None else own, self._common.given(weight))
 
-    def _work(
-        self,
-        mine: Sequence[Weight],
-        with_gradient: Sequence[Weight],
-        *,
-        squares: bool,
-    ) -> Callable[[], None]:
+    def _work(self, mine: Sequence[Weight], with_gradient: Sequence[Weight], *, squares: bool) -> Callable[[], None]:
         """Return what adds up and updates, with the optimizer's options of this moment."""
         edit = self._clipping.edit()
         sure = [weight for weight in mine if weight in with_gradient]

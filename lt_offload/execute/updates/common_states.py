@@ -81,7 +81,6 @@ class CommonStates:
         self._updates.states_move = True
 
     def _map(self, rank: int, states: dict[int, dict[str, Any]], weights: dict[int, Weight]) -> None:
-        """Map the ``states`` of what process ``rank`` owns, which fills them."""
         machine = self._common.machine
         sizes = [_bytes(state) for state in states.values()]
         (pages,) = map_common(machine, [sum(sizes)], rank, name="states")

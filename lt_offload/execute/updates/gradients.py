@@ -171,7 +171,6 @@ class Gradients:
         self._expected = {weight.index for weight in weights}
 
     def _completed(self, weight: Weight) -> None:
-        """Give a complete gradient to the op that takes it."""
         grad, weight.grad, weight.seen = weight.grad, None, 0
         if weight.index in self._tables:
             self._complete[self._tables[weight.index].sends.id].append((weight, None))
@@ -211,7 +210,6 @@ class Gradients:
             self._complete[op].append((self._weights[index], self._tables[index].end_last_block()))
 
     def _use_on_device(self) -> None:
-        """Add up, or update with, every complete gradient that is used on the device."""
         items = [item for taken in self._usable.values() for item in taken]
         self._usable.clear()
         weights = [weight for weight, _ in items]

@@ -197,11 +197,6 @@ class Updates:
             if weight.index not in updated and weight.param.requires_grad:
                 raise limits.WITHOUT_GRADIENT.error(f"{type(self.optimizer).__name__}, {weight.label}")
 
-    @property
-    def in_place(self) -> bool:
-        """True if updates write the states that are there, once there are any: no other object takes their place."""
-        return updates_in_place(self.optimizer)
-
     def state(self, weight: Weight) -> dict[str, Any]:
         """Return the live state dictionary of ``weight``, or a new one that the optimizer does not know yet."""
         state: dict[str, Any] = self.optimizer.state.get(weight.param, {})
@@ -283,7 +278,6 @@ class Updates:
         return made[0] if len(made) == 1 else partial(one_by_one, made)
 
     def _by_step(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
-        """Return a function that has a sub-optimizer update ``weights``."""
         groups: dict[int, dict[str, Any]] = {}
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         alone: dict[Tensor, Mapping[str, Any]] = {}
@@ -436,7 +430,6 @@ class Updates:
 
 
 def _with_own_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``attributes`` with copies of the dictionaries that hold tensors."""
     return {
         name: dict(value) if type(value) is dict and any(isinstance(part, Tensor) for part in value.values()) else value
         for name, value in attributes.items()

@@ -110,8 +110,6 @@ class Table:
         self._calls += ids
 
     def _noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward`` of a layer, which notes the tokens that it is given."""
-
         @functools.wraps(forward)
         def noted(*args: Any, **kwargs: Any) -> Any:
             if self._open:
@@ -141,7 +139,6 @@ class Table:
         return grad
 
     def _grow(self, tokens: int) -> None:
-        """Make room for more tokens than there ever were."""
         # The update of the step before may still read what there is.
         self._device.drain()
         self._most, shape, dtype = tokens, (tokens, self.weight.host.shape[1]), self.weight.host.dtype
@@ -266,7 +263,6 @@ def _add(kept: Tensor, rows: Tensor, ids: Tensor, grads: Tensor) -> None:
 
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ``rows``, ascending, as ranges."""
     ranges: list[tuple[int, int]] = []
     for row in rows:
         if ranges and ranges[-1][1] == row:

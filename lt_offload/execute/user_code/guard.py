@@ -28,13 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload import limits
-from lt_offload.compat.torch import (
-    FOREACH_COPY,
-    DisableTorchFunctionSubclass,
-    address_of,
-    has_storage,
-    typed_storage,
-)
+from lt_offload.compat.torch import FOREACH_COPY, DisableTorchFunctionSubclass, address_of, has_storage, typed_storage
 from lt_offload.execute.memory.common import Common
 from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Residency
@@ -295,7 +289,6 @@ class Guard:
             self._views = {owned: views for owned, views in alive.items() if views}
 
     def _replaced_states(self) -> Iterator[LiveGroup]:
-        """Yield what is on the device of states that the optimizer does not hold any more."""
         held = self._updates.optimizer.state if self._updates is not None else {}
         for weight in self._weights:
             states = weight.states
@@ -305,7 +298,6 @@ class Guard:
                     yield states.group
 
     def _learn_states(self) -> None:
-        """Find the tensors that the optimizer holds now."""
         assert self._updates is not None
         self._generation = self._updates.generation
         self._of_states, self._kept = {}, []
@@ -434,7 +426,6 @@ class GuardModes:
 
 
 def _is_plain_read(gpu: torch.device, arguments: Sequence[Any]) -> bool:
-    """Return whether no gradient is to come of an operation on ``gpu``."""
     differentiated = any(tensor.requires_grad for argument in arguments for tensor in _tensors(argument))
     return gpu.type == "cuda" and not (differentiated and torch.is_grad_enabled())
 

@@ -128,7 +128,6 @@ def _parts(
 
 
 def _offsets(drafts: Sequence[Draft], initial: Mapping[_Key, int]) -> dict[_Key, dict[int, int]]:
-    """Return the arena offsets of each tensor by the op that brings it."""
     offsets: defaultdict[_Key, dict[int, int]] = defaultdict(dict)
     for draft in drafts:
         if draft.kind == "prefetch" and draft.payload in IN_ARENA:
@@ -140,7 +139,6 @@ def _offsets(drafts: Sequence[Draft], initial: Mapping[_Key, int]) -> dict[_Key,
 
 
 def _uses(drafts: Sequence[Draft]) -> dict[_Key, list[int]]:
-    """Return the ops in which each tensor or its gradient takes part."""
     uses: defaultdict[_Key, list[int]] = defaultdict(list)
     for draft in drafts:
         for payload in IN_ARENA:

@@ -150,10 +150,5 @@ class Scheduler:
     def _schedule(self, division: _Division, beat_s: float = math.inf) -> Timetable | None:
         arena = self._sets.least_arena + int(division.share * self._useful)
         return schedule(
-            self._work,
-            arena,
-            self._capacity - arena,
-            part=division.full,
-            policy=division.policy,
-            beat_s=beat_s,
+            self._work, arena, self._capacity - arena, part=division.full, policy=division.policy, beat_s=beat_s
         )

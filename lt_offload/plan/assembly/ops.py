@@ -264,7 +264,6 @@ class Emitter:
                 self._move("prefetch", step, "sum", copies, self.every, block)
 
     def _of_states(self, copies: Iterable[DeviceCopy]) -> list[DeviceCopy]:
-        """Return the copies that have states, and not a sum alone."""
         return [copy for copy in copies if self.bytes_of("state", copy.tensor)]
 
     def _need(self, copy: DeviceCopy, step: int) -> tuple[int, int]:
@@ -276,7 +275,6 @@ class Emitter:
         return min(block for block in computed if block in blocks), (need - step) % len(self.timeline)
 
     def _compute(self, what: Computation) -> None:
-        """Write a computation; the last one of a step is its forward or backward."""
         tensors = [] if what.idle else self.of_block[what.block]
         zero_copy = [t for t in tensors if what.step in self.decisions.tensors[t].zero_copy]
         nbytes, _ = what.zero_copy(zero_copy, self.profile)
@@ -291,7 +289,6 @@ class Emitter:
             self.computed.append((op,))
 
     def _updates(self, step: int) -> None:
-        """Updates on the device, gradients to the host, and the updates there."""
         ready = [t for t, update in self.sets.update_step.items() if update == step]
         # Two ops, so that tensors whose states are there do not wait for states that travel.
         for place in ("device", "paged"):
@@ -334,7 +331,6 @@ class Emitter:
         return "others" if self.table is not None and self.table.index in tensors else None
 
     def _write_gradients(self, step: int, tensors: list[int]) -> None:
-        """Gradients that the backward writes to host memory itself."""
         if tensors:
             fields: dict[str, Any] = {"payload": "grad", "bytes": self._bytes(tensors), "release_after": step}
             out = self._add("offload", step, self.timeline.block(step), "compute", tensors, **fields)
@@ -468,7 +464,6 @@ class Emitter:
     def _add(
         self, kind: OpKind, step: int, block: int, lane: LaneName, tensors: Iterable[int] = (), **fields: Any
     ) -> int:
-        """Write an op, by default one of every pass of a micro-batch."""
         fields.setdefault("passes", self.computing)
         op = Draft(id=len(self.ops), kind=kind, step=step, block=block, lane=lane, tensors=tuple(tensors), **fields)
         self.ops.append(op)

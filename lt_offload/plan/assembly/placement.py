@@ -61,7 +61,6 @@ def place(lifetimes: Sequence[Lifetime], steps: int) -> Placement:
 
 
 def _live(lifetimes: Sequence[Lifetime], steps: int) -> NDArray[np.bool_]:
-    """Return, per buffer and step, whether the buffer lives in it."""
     start = np.array([life.start for life in lifetimes], dtype=np.int64).reshape(-1, 1)
     end = np.array([life.end for life in lifetimes], dtype=np.int64).reshape(-1, 1)
     step = np.arange(steps)

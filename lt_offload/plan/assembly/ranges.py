@@ -175,16 +175,10 @@ class ArenaRanges:
         self._leaving.append((low, low + size, until))
 
     def _places(self, low: int, high: int, size: int, leaving: list[_Leaving], wanted: list[_Range]) -> set[int]:
-        """Return the places from ``low`` to ``high`` that touch another range."""
         places = {low, high}
         if low < self._cursor < high:
             places.add(self._cursor)
-        for begin, end, _ in leaving:
-            if low < end < high:
-                places.add(end)
-            if low < begin - size < high:
-                places.add(begin - size)
-        for begin, end in wanted:
+        for begin, end in (*((begin, end) for begin, end, _ in leaving), *wanted):
             if low < end < high:
                 places.add(end)
             if low < begin - size < high:

@@ -288,7 +288,6 @@ class _ScheduleRun:
         return left
 
     def _fits(self, stay: Stay, step: int, need: int) -> bool:
-        """Return whether there is room for it from ``step`` until its use."""
         if stay.group is not None:
             return max(self.arena[step:need]) + stay.room <= self.limit
         # What is on its way out is counted in this step only: later ones wait for it at their gates.
@@ -427,7 +426,6 @@ class _ScheduleRun:
     # -- the result --------------------------------------------------------------------------------------------------
 
     def _result(self) -> Timetable | None:
-        """Return the timetable of the last iteration."""
         first = self.end - self.steps
         arrivals: dict[int, tuple[int, int, int]] = {}
         """By stay: its lead, its offset and its turn."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lt_offload.plan.assembly.copies import CopyGroup, device_copies, in_parts, runs
 from lt_offload.plan.assembly.placement import Lifetime, place
 from lt_offload.plan.iteration.decisions import Decisions
-from lt_offload.plan.iteration.memory import backward_steps, framework_bytes
+from lt_offload.plan.iteration.memory import backward_steps, budget_for, framework_bytes
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.profile import Profile
 
@@ -124,7 +124,7 @@ class Sets:
         """The bytes of the arena below which there is no schedule."""
         return sum(group.room for group in self.always) + int(self.needed.max())
 
-    @property
+    @cached_property
     def tight_arena(self) -> int:
         """The bytes of the arena with which there is a schedule for certain: places for all that has to be there."""
         moving = [stay.lifetime(self.steps, early=False) for stay in self.stays if stay.group is not None]
@@ -139,6 +139,11 @@ class Sets:
     def room_needed(self) -> int:
         """The device bytes with which there is a schedule for certain, without the bytes that no plan changes."""
         return self.tight_arena + self.least_framework
+
+    @property
+    def device_bytes(self) -> int:
+        """The device budget with which there is a schedule for certain."""
+        return budget_for(self.room_needed, self.profile)
 
     @property
     def most_arena(self) -> int:

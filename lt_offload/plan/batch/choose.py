@@ -81,10 +81,7 @@ def choose_batch(
 
 
 def choose_parts(
-    measure: Callable[[int], Profile],
-    settings: Settings,
-    *,
-    on_plan: Callable[[Profile, Plan], None] | None = None,
+    measure: Callable[[int], Profile], settings: Settings, *, on_plan: Callable[[Profile, Plan], None] | None = None
 ) -> tuple[Profile, Plan]:
     """Choose the number of parts of a batch, a power of two up to its samples, with which an iteration is fastest.
 
@@ -176,7 +173,6 @@ class _BatchSearch:
             tried = sorted({*tried, *middles})
 
     def _least(self, samples: int) -> float:
-        """Return the seconds per sample that the best split of so many samples promises."""
         least = math.inf
         for _, counts in groupby(self.choices.splits(samples), key=lambda split: split.accumulate):
             here = math.inf
@@ -214,7 +210,6 @@ class _BatchSearch:
 
     @property
     def _high(self) -> int:
-        """The largest batch that was profiled as a whole."""
         return max(size for size, parts in self.profiles if parts == 1)
 
     def _fastest(self) -> Split:
@@ -244,7 +239,6 @@ class _BatchSearch:
         return expected * (1 - max(_DOUBT, seconds / self._relaxed(fastest) / 2 - 0.5)) <= seconds
 
     def _late(self) -> bool:
-        """Return whether one more plan would take too long."""
         one = max(sum(self.durations) / max(len(self.durations), 1), _LEAST_S / _MOST_PLANS)
         return time.monotonic() - self.started + one > _MOST_PLANS * one
 
@@ -281,7 +275,6 @@ class _BatchSearch:
         return in_parts(scaled(part, split.batch_size), split.parts)
 
     def _profile(self, size: int, parts: int) -> Profile | None:
-        """Return the profile of a batch; None if it does not fit."""
         if (size, parts) in self.profiles:
             return self.profiles[size, parts]
         began = time.monotonic()
@@ -354,7 +347,6 @@ class _BatchSearch:
         return sorted(known)
 
     def _rate(self, seconds: float) -> str:
-        """Return ``seconds`` per sample as a rate, in words."""
         tokens = next(iter(self.profiles.values())).sequence_length
         return f"{format_rate(tokens / seconds)} {'tokens' if tokens > 1 else 'samples'}/s"
 

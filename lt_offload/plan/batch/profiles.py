@@ -85,8 +85,6 @@ def _numbers(measured: Any) -> dict[str, bool]:
 
 
 def _empty(profile: Profile) -> Profile:
-    """Return ``profile`` with nothing in its batch."""
-
     def nothing(option: OptionProfile) -> OptionProfile:
         zeros: dict[str, Any] = {name: None if optional else 0 for name, optional in _numbers(option).items()}
         # One chunk of logits, and gradients of weights.

@@ -105,7 +105,6 @@ def rerun_option(block: BlockProfile, save: Save) -> OptionProfile:
 
 
 def _rebuilding(block: BlockProfile) -> OptionProfile:
-    """Return the figures of a block that saves its input only."""
     if any(option.name == "recompute" for option in block.options):
         return block.option("recompute")
     # Not measured: the backward runs the forward and holds all that `keep` would save, so that moves from saved to

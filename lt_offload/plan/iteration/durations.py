@@ -236,9 +236,7 @@ def with_faster_link(profile: Profile, factor: float) -> Profile:
     """Return ``profile`` with copies, and reads and writes of host memory by the device, ``factor`` times as fast."""
     machine = profile.hardware
     faster = replace(
-        machine,
-        h2d_bytes_per_s=factor * machine.h2d_bytes_per_s,
-        d2h_bytes_per_s=factor * machine.d2h_bytes_per_s,
+        machine, h2d_bytes_per_s=factor * machine.h2d_bytes_per_s, d2h_bytes_per_s=factor * machine.d2h_bytes_per_s
     )
     return replace(profile, hardware=faster, tensors=tuple(_read_faster(tensor, factor) for tensor in profile.tensors))
 

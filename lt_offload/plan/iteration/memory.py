@@ -215,7 +215,6 @@ class _Time:
         return len(self.moments)
 
     def per_step(self, sizes: Bytes) -> Bytes:
-        """Return the largest of ``sizes`` in each step."""
         # Without forwards that run again, steps and computations are the same.
         return sizes if len(self.first) == len(sizes) else np.maximum.reduceat(sizes, self.first)
 

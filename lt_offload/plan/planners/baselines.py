@@ -7,7 +7,6 @@ a model can be trained at all.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import (
@@ -107,33 +106,23 @@ def _short_stays(blocks: tuple[int, ...], profile: Profile, *, stale: bool) -> t
     return stays_between(gaps, steps)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Smallest:
-    """The streaming plan that needs the least device memory."""
-
-    sets: Sets
-    device_bytes: int
-
-
-def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budget: int | None) -> Smallest | None:
-    """Return the streaming plan with the smallest device peak within ``host_budget``; None if all need more RAM.
+def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budget: int | None) -> Sets | None:
+    """Return the streaming sets with the smallest device peak within ``host_budget``; None if all need more RAM.
 
     Frozen embeddings are copied, too, unless they may be read in host memory and need less of the device so.
     """
-    streaming, looked_up = list[Smallest](), lookups(profile)
+    streaming, looked_up = list[Sets](), lookups(profile)
     for options in option_sets(profile, allowed):
         for on_host in (True, False) if host_update else (False,):
             streamed = streaming_decisions(profile, options, host_update=on_host)
             if host_budget is None or streamed.least_host_bytes(profile) <= host_budget:
-                for decisions in (streamed, with_lookups(streamed, profile)) if looked_up else (streamed,):
-                    sets = Sets(decisions, profile)
-                    needed = budget_for(sets.room_needed, profile)
-                    streaming.append(Smallest(sets=sets, device_bytes=needed))
-    return min(streaming, key=lambda item: item.device_bytes, default=None)
+                ways = (streamed, with_lookups(streamed, profile)) if looked_up else (streamed,)
+                streaming += (Sets(decisions, profile) for decisions in ways)
+    return min(streaming, key=lambda sets: sets.room_needed, default=None)
 
 
-def smallest_for(request: Request) -> Smallest | None:
-    """Return the smallest streaming plan by the switches and within the RAM of ``request``."""
+def smallest_for(request: Request) -> Sets | None:
+    """Return the smallest streaming sets by the switches and within the RAM of ``request``."""
     update, ram = request.settings.host_update, request.host_budget_bytes
     return smallest(request.profile, request.allowed, host_update=update, host_budget=ram)
 

@@ -77,12 +77,8 @@ class Candidates:
             return
         timed = search.finish(self.fastest_s) if careful else search.simulated()
         if careful and request.late:
-            self.cut_short(f"schedules of {proposal.name}")
+            self.cut.append(f"schedules of {proposal.name}")
         self._keep(proposal, timed)
-
-    def cut_short(self, what: str) -> None:
-        """Note what was left out for lack of time."""
-        self.cut.append(what)
 
     def _needs_more_ram(self, proposal: Proposal) -> int:
         """Return the bytes of RAM that are missing, which is noted; 0 if it suffices."""

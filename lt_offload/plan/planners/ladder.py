@@ -69,7 +69,6 @@ def _of_block(
     options: Sequence[OptionProfile],
     seconds: Callable[[OptionProfile], float],
 ) -> Iterator[Rung]:
-    """Yield ever smaller options at ever higher prices."""
     price = 0.0
     while True:
         taken = taken_bytes(block, now)

@@ -36,12 +36,7 @@ def add(row: pulp.LpAffineExpression, pairs: Iterable[Pair]) -> None:
             row.addterm(term, factor)
 
 
-def require(
-    problem: Problem,
-    pairs: Iterable[Pair],
-    relation: Literal["<=", ">=", "=="],
-    right: float = 0.0,
-) -> None:
+def require(problem: Problem, pairs: Iterable[Pair], relation: Literal["<=", ">=", "=="], right: float = 0.0) -> None:
     """Add the row ``sum(pairs) relation right`` to ``problem``."""
     row = pulp.LpAffineExpression()
     add(row, pairs)
@@ -160,7 +155,6 @@ class _Solver(pulp.HiGHS):  # type: ignore[misc]
 
 
 def _limits(variables: Sequence[pulp.LpVariable]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the least and the most of ``variables``."""
     infinity = highspy.kHighsInf
     lows, highs = [variable.lowBound for variable in variables], [variable.upBound for variable in variables]
     return (

@@ -51,7 +51,6 @@ def sharing_rows(contention: Contention, *, direct: bool) -> tuple[Row, ...]:
 
 
 def _points(contention: Contention, *, direct: bool) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Return the different vectors of rates."""
     vectors = set()
     working = [*range(_LANES), *((READ, WRITE) if direct else ())]
     for chosen in range(1, 1 << len(working)):

@@ -13,27 +13,10 @@ from collections.abc import Iterator
 
 from lt_offload.plan.iteration.computations import SAVED
 from lt_offload.plan.iteration.durations import computations_of, durations
-from lt_offload.plan.iteration.memory import (
-    aligned,
-    backward_steps,
-    computation_bytes,
-    host_bytes,
-    state_room,
-)
+from lt_offload.plan.iteration.memory import aligned, backward_steps, computation_bytes, host_bytes, state_room
 from lt_offload.plan.verify.ordering import misordered
 from lt_offload.schema.accesses import PAYLOADS, lanes_of
-from lt_offload.schema.plan import (
-    ADDING,
-    ALIGNMENT,
-    Op,
-    Pass,
-    Plan,
-    Save,
-    Timeline,
-    describe,
-    one_batch,
-    problems,
-)
+from lt_offload.schema.plan import ADDING, ALIGNMENT, Op, Pass, Plan, Save, Timeline, describe, one_batch, problems
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_bytes, format_seconds
 
@@ -363,7 +346,6 @@ def _uses_all(op: Op) -> bool:
 
 
 def _complete(tensor: TensorProfile, profile: Profile) -> int | None:
-    """Return the step in which the gradient of ``tensor`` is complete; None if no backward makes one."""
     return max(backward_steps(tensor.blocks, profile), default=None)
 
 
@@ -450,7 +432,6 @@ class _Saved:
         return f"but the input of {name} is not what the block before returns: it has to stay saved"
 
     def run_again(self, op: Op) -> Iterator[str]:
-        """Yield the violations of a forward that runs again."""
         block, name = self.blocks[op.block], describe(op)
         before = self.before if self.before is not None and self.before.step == op.step else None
         if before is not None and before.block >= op.block:

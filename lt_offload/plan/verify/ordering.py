@@ -141,7 +141,6 @@ class _Ordering:
                 self._place(key, offset, f"initial {self._what(key)}")
 
     def iteration(self, which: Pass) -> None:
-        """Walk through every op of a pass once."""
         step = 0
         for op in self.plan.program(which):
             if op.step != step:
@@ -282,7 +281,6 @@ class _Ordering:
             self._write(access, clock, self.cells[tier, key[0], key[1]], key)
 
     def _bring(self, access: _OpAccess, clock: _Clock, key: _Key) -> None:
-        """Take a range of the arena."""
         op = access.op
         if key in self.live:
             self._report(op, f"residency: {self._what(key)} is on the device already")

@@ -132,7 +132,6 @@ class _Simulation:
         return read, written
 
     def run(self) -> None:
-        """Simulate the start and the end of every op."""
         lanes, timers = self.lanes, self.timers
         for number in range(self.count):
             if not self.missing[number]:
@@ -184,7 +183,6 @@ class _Simulation:
             self.ready[number] = True
 
     def _start(self) -> None:
-        """Begin an op on every idle lane that can."""
         for lane, queue in enumerate(self.queues):
             if self.running[lane] is None and queue and self.ready[queue[0]]:
                 self._begin(lane, queue.popleft())

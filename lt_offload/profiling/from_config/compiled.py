@@ -96,7 +96,6 @@ def fuse(graph: Graph) -> Graph:
 def _write(
     new: Graph, outputs: list[Node], made: dict[Node, Node], value: Any, *, kept: set[Node], runs: dict[Node, int]
 ) -> None:
-    """Add the operation that makes ``outputs``, all of one run."""
     if not outputs:
         return
     reads = list(dict.fromkeys(_reads(outputs, kept, runs)))
@@ -109,11 +108,7 @@ def _write(
 
 def written_as(tensor: Tensor) -> list[Any]:
     """Return sizes, strides and dtype of ``tensor``, from which the operation makes one like it."""
-    return [
-        [int(size) for size in tensor.shape],
-        [int(step) for step in tensor.stride()],
-        dtype_name(tensor.dtype),
-    ]
+    return [[int(size) for size in tensor.shape], [int(step) for step in tensor.stride()], dtype_name(tensor.dtype)]
 
 
 def _reads(outputs: Iterable[Node], kept: set[Node], runs: dict[Node, int]) -> Iterator[Node]:

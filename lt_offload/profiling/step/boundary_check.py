@@ -158,7 +158,6 @@ class BoundaryCheck:
         return out
 
     def _note_inputs(self, origins: Sequence[tuple[Any, int]], uses: Sequence[int]) -> None:
-        """Note the origin and the number of uses of each activation."""
         pairs = list(zip(origins, uses, strict=False))  # of further parts nothing is said
         self._inputs += [(node, number, used) for (node, number), used in pairs]
         mark_reached(origin for origin, used in pairs if used)
@@ -478,7 +477,6 @@ def mark_reached(outputs: Iterable[tuple[Any, int]]) -> None:
 
 
 def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
-    """Return the number of uses of each input in the graph of a block's output."""
     roots = [tensor.grad_fn for tensor in tensors_of(out)]
     nodes = [*roots, *(node for node, _ in edges(roots))]
     ends = Counter(id(getattr(node, "variable", node)) for node in nodes)

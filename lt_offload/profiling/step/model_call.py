@@ -133,7 +133,9 @@ class ModelCall:
         inputs = [leaves[slot] for slot in call.slots]
         self._given.append([(account.serial(x), x.requires_grad, x.nbytes) for x in inputs])
         del inputs, leaves
-        self.let_go_of_last()
+        if self._handed:  # held for the call before, which was not the last one
+            self._handed.clear()
+            self._shared.clear()
         if index == len(step.blocks) - 1:
             # Held until the loss's backward has run. Arguments, and results of others, are blocks', even those that the
             # model's own code has in its variables only: it is not the loss that gives them back.
@@ -185,12 +187,6 @@ class ModelCall:
         elif index == len(step.blocks) - 1:
             step.watch.begin(out)
         return out
-
-    def let_go_of_last(self) -> None:
-        """Let go of tensors held for the call before, which was not the last one."""
-        if self._handed:
-            self._handed.clear()
-            self._shared.clear()
 
     def forget(self) -> None:
         """Let go of all calls and of the graph."""

@@ -100,7 +100,7 @@ def peak_bytes(
     profile: Profile, config: OffmateConfig, solution: SolvedProgram, program: type[LinearProgram] = LinearProgram
 ) -> float:
     arena, other = device_bytes(profile, config, solution, program)
-    return float(arena.max() + other.max() if config.pools == "split" else (arena + other).max())
+    return float((arena + other).max() if program is PaperProgram else arena.max() + other.max())
 
 
 def violations(

@@ -84,7 +84,6 @@ def test_random_models_obey_the_rules(seed: int, model: str) -> None:
     least = smallest_budget(profile, OffmateConfig(budget_bytes=None))
     config = OffmateConfig(
         budget_bytes=int(least * rng.choice([1.0, 1.02, 1.3, 3.0])),
-        pools=rng.choice(["shared", "split"]),
         phi=float(rng.choice([0.0, 0.25, 1.0])),
         lag=int(rng.integers(0, 3)),
         lookahead=int(rng.integers(0, 3)),
@@ -103,7 +102,7 @@ def test_random_models_obey_the_rules(seed: int, model: str) -> None:
 def test_the_smallest_budget_is_used_up(model: str) -> None:
     for seed in sampling.some(SEEDS, 4):
         profile = random_profile(np.random.default_rng(seed), model)
-        config = OffmateConfig(budget_bytes=None, pools="shared")
+        config = OffmateConfig(budget_bytes=None)
         config = replace(config, budget_bytes=smallest_budget(profile, config))
         solution = solve_offmate(profile, config)
         assert peak_bytes(profile, config, solution) >= 0.9999 * (config.budget_bytes or 0), seed
@@ -180,9 +179,7 @@ def test_what_bounds_count_of_all_groups_together_raises_none(
     optimizer = replace(profile.optimizer, host_bytes_per_s=profile.optimizer.host_bytes_per_s / slower)
     profile = replace(profile, optimizer=optimizer)
     everything = sum(2 * tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
-    config = OffmateConfig(
-        budget_bytes=int(share * everything), pools="shared", phi=0.0, lag=0, lookahead=0, optimistic=True
-    )
+    config = OffmateConfig(budget_bytes=int(share * everything), phi=0.0, lag=0, lookahead=0, optimistic=True)
     exact = lower_bound(profile, config)
     together = lower_bound(profile, replace(config, update_reach=reach))
     assert exact * (1 - 1e-3) <= together <= exact * (1 + 1e-6)

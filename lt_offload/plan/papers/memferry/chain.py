@@ -81,7 +81,6 @@ def _weight(profile: Profile, index: int, computed: Sequence[Computation]) -> Me
 
 
 def _seconds(profile: Profile, computed: Sequence[Computation], readings: Sequence[Reading]) -> list[float]:
-    """Return, per step, how long its computation takes: the option's, and what ``readings`` add."""
     seconds = [computation.seconds for computation in computed]
     for index, (_, reading) in enumerate(_zip(profile, readings)):
         for step in reading.zero_copy:

@@ -248,12 +248,11 @@ def switched_weights(layers: Sequence[MemFerryLayer], copied: CopiedWeights) -> 
     return switched
 
 
-def kept_gradients(weights: Sequence[MemFerryWeight], capacity: int, *, buckets: int | None = SIZES) -> list[bool]:
+def kept_gradients(weights: Sequence[MemFerryWeight], capacity: int) -> list[bool]:
     """Return for which ``weights`` the gradients are kept on the device, in at most ``capacity`` bytes altogether.
 
-    The others are written to host memory by the backward. The choice saves the most of the
-    backward's time: a 0/1 knapsack. ``buckets`` limits the sizes that are told apart, see
-    :func:`~lt_offload.plan.papers.memferry.model.undominated`.
+    The others are written to host memory by the backward. The choice saves the most of the backward's time: a 0/1
+    knapsack, with :data:`SIZES` sums told apart.
     """
     sizes, lost = np.zeros(1), np.zeros(1)
     history: list[tuple[NDArray[np.int64], int] | None] = []
@@ -265,7 +264,7 @@ def kept_gradients(weights: Sequence[MemFerryWeight], capacity: int, *, buckets:
         grown = np.concatenate((sizes, sizes + weight.gradient_bytes))
         gained = np.concatenate((lost, lost - weight.gradient_s))
         fits = np.flatnonzero(grown <= capacity)
-        left = fits[undominated(grown[fits], gained[fits], buckets)]
+        left = fits[undominated(grown[fits], gained[fits], SIZES)]
         history.append((left, len(sizes)))
         sizes, lost = grown[left], gained[left]
     state = int(lost.argmin())

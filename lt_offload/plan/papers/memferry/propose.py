@@ -19,12 +19,7 @@ from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.papers.memferry.chain import ProfileChain, Reading, chain, to_decisions
-from lt_offload.plan.papers.memferry.model import (
-    CopiedWeights,
-    best_forward,
-    kept_gradients,
-    switched_weights,
-)
+from lt_offload.plan.papers.memferry.model import CopiedWeights, best_forward, kept_gradients, switched_weights
 from lt_offload.plan.papers.memferry.savings import Given, savings, with_savings
 from lt_offload.plan.planners.ladder import ladder
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, self_contained
@@ -201,7 +196,6 @@ class _Planner:
         return f"its smallest plan needs {needed} of the {format_bytes(self.request.budget_bytes)} on the device"
 
     def given(self, variant: _Variant) -> Given:
-        """Return what ``variant`` would do in enough memory."""
         profile, steps = self.profile, timeline(self.profile)
         readings = [Reading(always=not tensor.trainable) for tensor in profile.tensors]
         if variant.zero_copy != "none":

@@ -98,7 +98,6 @@ def as_decisions(
 
 
 def _core(profile: Profile) -> tuple[int, int]:
-    """Return the range of the blocks that become layers."""
     blocks = profile.blocks
     works = [at for at in range(len(blocks)) if _works(profile, at)]
     if not works:
@@ -177,7 +176,6 @@ def _update_s(profile: Profile, blocks: range) -> float:
 def _options(
     operations: Sequence[Operation], layout: ActivationLayout, profile: Profile, allowed: Allowed
 ) -> list[OptionName]:
-    """Return what the first forward of each block saves."""
     names: list[OptionName] = ["keep" if _works(profile, at) else options[0].name for at, options in enumerate(allowed)]
     moved = {operation.layer for operation in operations if operation.kind == "offload"}
     for operation in operations:

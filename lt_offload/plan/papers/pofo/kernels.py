@@ -67,13 +67,11 @@ def pair(i: int, j: int, count: int) -> int:
 
 
 def _pending(data: Values) -> Slots:
-    """Return the slots that are still to be copied."""
     whole: Slots = np.maximum(0.0, np.ceil(data - _NOISE)).astype(np.intp)
     return whole
 
 
 def _entry(table: Table, *index: Slots) -> Table:
-    """Return what stands in ``table`` at ``index``."""
     return table[tuple(np.clip(at, 0, size - 1) for at, size in zip(index, table.shape, strict=True))]
 
 

@@ -30,13 +30,7 @@ class ChainProgram:
     """
 
     def __init__(
-        self,
-        chain: Chain,
-        *,
-        memory_bytes: int,
-        slots: int,
-        offload: bool = True,
-        recompute: bool = True,
+        self, chain: Chain, *, memory_bytes: int, slots: int, offload: bool = True, recompute: bool = True
     ) -> None:
         """Solve ``chain`` for up to ``memory_bytes`` of memory in ``slots`` steps.
 

@@ -90,7 +90,6 @@ class Setting:
         return self._with(decided)
 
     def _travelling(self, tensor: int, layer: int, gone: set[Phase]) -> TensorDecision:
-        """Return the decision about a tensor whose layer's weight is absent after the phases ``gone``."""
         place, steps = self.place(tensor, leaves=True), timeline(self.profile)
         forward, backward = steps.forward(layer), steps.backward(layer)
         # A block without backward is not used between its forwards.

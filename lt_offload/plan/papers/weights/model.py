@@ -133,7 +133,6 @@ def require_room(chain: WeightChain, gaps: Iterable[Gap], margin: int = 0) -> No
 
 
 def _freed(chain: WeightChain, gap: Gap, *, first: bool) -> NDArray[np.int64]:
-    """Return the bytes that the absence frees, per step."""
     freed = np.zeros(chain.steps, dtype=np.int64)
     if first:
         freed += chain.states[gap.layer]
@@ -147,6 +146,5 @@ def _freed(chain: WeightChain, gap: Gap, *, first: bool) -> NDArray[np.int64]:
 
 
 def _copied(chain: WeightChain, gap: Gap, *, states: bool, discount: bool) -> int:
-    """Return the bytes that the absence causes to be copied."""
     total = chain.weights[gap.layer] + (0 if discount else chain.changed[gap.layer])
     return total + (2 * chain.states[gap.layer] if states and chain.states_return[gap.layer] else 0)

@@ -43,10 +43,10 @@ class Between:
             else:
                 add(row, [(states, v.state_resident[following])])
 
-    def limit_arena(self, beside: Sequence[Sequence[Pair]], limit: Term) -> None:
-        """Require room at the ends of computations; ``beside``: what else takes it, per step."""
-        for step, row in enumerate(levels(self._problem, "ends", self.arena)):
-            require(self._problem, [*row, *beside[step], (-1, self.arriving[step]), (-1, limit)], "<=")
+    def limit_arena(self, extent: Term) -> None:
+        """Require room at the ends of computations."""
+        for row, arriving in zip(levels(self._problem, "ends", self.arena), self.arriving, strict=True):
+            require(self._problem, [*row, (-1, arriving), (-1, extent)], "<=")
 
     def limit_times(self, times: Sequence[Term], h2d_rate: float) -> None:
         """Require that each step lasts as long as its computation and the copies behind it."""

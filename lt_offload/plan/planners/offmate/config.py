@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +22,6 @@ class OffmateConfig:
     """True if options that copy activations to the host may be chosen."""
     recompute: bool = True
     """True if ``recompute`` and ``mixed`` may be chosen."""
-    pools: Literal["shared", "split"] = "split"
-    """``split``: weights and states live in an arena of fixed extent, everything else in another pool."""
     phi: float = 0.25
     """Part of the copies out of a group's own update step that cannot overlap with that step: 1 if they start at its
     end."""
@@ -39,9 +36,6 @@ class OffmateConfig:
     one forward, and let embeddings that can be read in host memory cost neither copies nor device memory."""
     lookups: bool = False
     """True if frozen tensors that embeddings alone use are read in host memory, and take no room on the device."""
-    idle_states: bool = True
-    """True if states that stay on the device have a place in RAM, too, as with the engine; without, the program needs
-    less RAM than any plan."""
     reach: int = 6
     """Steps before and after a use in which its transfers may run."""
     gradient_reach: int = 3

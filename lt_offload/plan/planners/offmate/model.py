@@ -190,7 +190,6 @@ class LinearProgram:
     def _count_block(
         self, index: int, block: BlockProfile, options: Sequence[OptionProfile], weights: list[Term], held: Term
     ) -> None:
-        """Count a block's activations, computations and copies, given what the blocks before it hold."""
         forward, backward = self.timeline.forward(index), self.timeline.backward(index)
         interface = block.input_bytes + block.output_bytes
         add(self.other[forward], [(1, held), (self._size(interface), 1.0)])
@@ -223,7 +222,6 @@ class LinearProgram:
             self._count_copies(index, offloaded)
 
     def _pool_activations(self, between: Between) -> None:
-        """Count copies of saved activations of all blocks together."""
         lanes = ((self.d2h, self.d2h_rate), (self.h2d, self.h2d_rate))
         # Between the last block's forward and the loss, copies give memory back.
         last, apart = len(self.profile.blocks) - 1, any(o.before_loss_bytes is not None for o in self.options[-1])
@@ -300,17 +298,17 @@ class LinearProgram:
         frozen weights, and what the host updates.
         """
         group, part = v.group, 1 / self.profile.processes
-        states = self._size(group.state_bytes)
-        lasting: list[Pair] = [(self._size(part * (group.bytes - group.trainable_bytes) + group.trainable_bytes), 1.0)]
-        if self.config.idle_states:
-            lasting.append((states, 1.0))
-        else:
-            lasting += [(states, v.host_share), *((states, flow) for flow in v.state_offload)]
+        weights = self._size(part * (group.bytes - group.trainable_bytes) + group.trainable_bytes)
+        lasting: list[Pair] = [(weights, 1.0), *self.states_on_host(v)]
         if self.profile.common_updates:
             sums = sum(self.profile.tensors[index].sum_bytes for index in group.tensors)
-            in_common = self._size(group.trainable_bytes - sums) + states
+            in_common = self._size(group.trainable_bytes - sums) + self._size(group.state_bytes)
             lasting.append((-(1 - part) * in_common, v.host_share))
         return lasting
+
+    def states_on_host(self, v: GroupTerms) -> list[Pair]:
+        """Return terms for the host memory of a group's states."""
+        return [(self._size(v.group.state_bytes), 1.0)]
 
     def _copied_bytes(self, group: Group) -> int:
         """Return the bytes of the group that its uses need on the device.
@@ -450,18 +448,17 @@ class LinearProgram:
             budget = self.problem.add_variable("budget")
         if budget is None:
             return None
-        split = self.config.pools == "split"
-        extent: Term = self.problem.add_variable("extent", 0) if split else 0.0
-        arenas = self._named("arena", self.arena, levels)
-        for arena, other in zip(arenas, self.other, strict=True):
-            if split:
-                require(self.problem, [*arena, (-1, extent)], "<=")  # C9
-            beside = [(1.0, extent)] if split else arena
-            require(self.problem, [*pairs(other), *beside, (-1, budget)], "<=")  # C9
-        if self.between is not None:
-            others = [[] if split else pairs(other) for other in self.other]
-            self.between.limit_arena(others, extent if split else budget)
+        self.limit_pools(budget)
         return budget
+
+    def limit_pools(self, budget: pulp.LpVariable) -> None:
+        """Limit the two pools of device memory: an arena of fixed extent, and what is left of ``budget``."""
+        extent = self.problem.add_variable("extent", 0)
+        for arena, other in zip(self._named("arena", self.arena, levels), self.other, strict=True):
+            require(self.problem, [*arena, (-1, extent)], "<=")
+            require(self.problem, [*pairs(other), (1.0, extent), (-1, budget)], "<=")
+        if self.between is not None:
+            self.between.limit_arena(extent)
 
     def _named(self, name: str, rows: Sequence[pulp.LpAffineExpression], way: NameRows) -> list[list[Pair]]:
         """Return what equals ``rows``: in bounds, variables that keep the matrix small."""

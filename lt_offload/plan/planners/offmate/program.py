@@ -145,7 +145,6 @@ class ProgramSearch:
         return outcome == "solved"
 
     def _solve_fixed(self, chosen: tuple[int, ...]) -> float:
-        """Solve with these options and return the objective, infinity if that is infeasible."""
         for index, weights in zip(chosen, self.program.comp, strict=True):
             for position, weight in enumerate(weights):
                 if not isinstance(weight, float):

@@ -163,7 +163,6 @@ class _Rounding:
         self.staying = self._stay_sets()
 
     def decisions(self) -> dict[int, TensorDecision]:
-        """Return one decision per tensor of the group."""
         moves = self._moves()
         write_back = self._write_backs({t: taus[0] for t, taus in moves.items()})
         decided = {}
@@ -244,7 +243,6 @@ class _Rounding:
         return self.tiny & frozenset(tensors) | {tensors[i] for i in chosen}
 
     def _stay_sets(self) -> list[frozenset[int]]:
-        """Decide, gap by gap, what stays through it."""
         staying: list[frozenset[int]] = []
         for ordinal, (use, following) in enumerate(self.gaps):
             before = staying[-1] if staying else frozenset[int]()

@@ -111,7 +111,6 @@ class _ProgramSeries:
 
     @property
     def best(self) -> _Estimated | None:
-        """The fastest; None if there is none."""
         return min(self.estimated, key=lambda each: each.seconds, default=None)
 
     @property
@@ -142,7 +141,7 @@ class _ProgramSeries:
             # The first program is solved even late if nothing else has fitted: any plan is better than none.
             first = not (candidates.fitting or self.estimated)
             if left <= 0 and (turn or not first):
-                candidates.cut_short("more budgets of the program" if self.estimated else "the program")
+                candidates.cut.append("more budgets of the program" if self.estimated else "the program")
                 return
             name = self._name(search.next, link)
             try:
@@ -154,7 +153,7 @@ class _ProgramSeries:
                 continue
             except ConfigError as error:
                 candidates.out_of_time = error
-                candidates.cut_short(name)
+                candidates.cut.append(name)
                 return
             decisions = round_tensors(solution, request.profile)
             if self._config.lookups:
