@@ -135,8 +135,8 @@ def timed(plan: Plan, profile: Profile) -> Plan:
     predicted = replace(
         plan.predicted,
         iteration_s=iteration_s,
-        lower_bound_s=min(least_computing_s(profile), iteration_s),
-        no_offload_s=no_offload_s(profile),
+        lower_bound_s=min(plan.window * least_computing_s(profile), iteration_s),
+        no_offload_s=no_offload_s(profile, plan.window),
     )
     return replace(plan, predicted=predicted)
 

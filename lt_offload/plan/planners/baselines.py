@@ -26,29 +26,20 @@ from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, OptionProfile, Profile, TensorProfile
 
 
-def no_offload_s(profile: Profile) -> float:
-    """Return the seconds of an iteration with everything on the device.
+def no_offload_s(profile: Profile, window: int = 1) -> float:
+    """Return the seconds of an iteration, or of a ``window`` of passes, with everything on the device.
 
     Nothing is recomputed or copied, and the device updates, by one kernel where there is one for the optimizer.
     """
-    return computing_s(profile) + fused_update_s(profile)
-
-
-def fused_update_s(profile: Profile) -> float:
-    """Return the seconds of an update on a device that has enough memory."""
-    trained = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
-    return trained / max(profile.optimizer.device_bytes_per_s, profile.optimizer.fused_bytes_per_s)
-
-
-def computing_s(profile: Profile) -> float:
-    """Return the seconds of the blocks of an iteration with everything on the device."""
-    compute = 0.0
+    computing = 0.0
     for block in profile.blocks:
         # A block may not offer to keep everything: then its fastest option counts.
         keep = next((option for option in block.options if option.name == "keep"), None)
         option = keep or min(block.options, key=lambda option: option.forward_s + option.backward_s)
-        compute += option.forward_s + (option.backward_s if block.has_backward else 0.0)
-    return compute
+        computing += option.forward_s + (option.backward_s if block.has_backward else 0.0)
+    trained = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
+    optimizer = profile.optimizer
+    return window * computing + trained / max(optimizer.device_bytes_per_s, optimizer.fused_bytes_per_s)
 
 
 def resident_decisions(profile: Profile, allowed: Allowed) -> Iterator[tuple[Decisions, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lt_offload.plan.iteration.durations import timed
-from lt_offload.plan.planners.baselines import computing_s, fused_update_s
+from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
@@ -23,7 +23,7 @@ def priced(plan: Plan, profile: Profile) -> Plan:
         plan.predicted,
         iteration_s=trace.iteration_time,
         lower_bound_s=min(plan.predicted.lower_bound_s, trace.iteration_time),
-        no_offload_s=plan.window * computing_s(profile) + fused_update_s(profile),
+        no_offload_s=no_offload_s(profile, plan.window),
         device_peak_bytes=trace.device_peak,
         host_peak_bytes=trace.host_peak,
     )

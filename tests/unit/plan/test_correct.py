@@ -157,6 +157,15 @@ def test_a_trace_cut_as_an_engine_records_it_gives_the_right_prediction(seed: in
     assert timed(plan, found).predicted.iteration_s == pytest.approx(exact.iteration_time, rel=0.05)
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_same_speeds_give_the_same_times(accumulate: int) -> None:
+    profile = random_profile(np.random.default_rng(5))
+    plan = solve(profile, memory=profile.hardware.device_bytes, accumulate=accumulate)
+    again = timed(plan, profile).predicted
+    assert (again.iteration_s, again.no_offload_s) == (plan.predicted.iteration_s, plan.predicted.no_offload_s)
+    assert again.lower_bound_s > 0.5 * plan.predicted.lower_bound_s
+
+
 def test_options_that_did_not_run_are_scaled_like_those_of_their_kind() -> None:
     profile = small_profile(4)
     plan = built(resident(profile), profile)
