@@ -474,7 +474,6 @@ class OffmateStrategy(Checkpoints):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other processes, and leave."""
-        self._failed = True
         self.fail_with(exception)
         self.give_back(exception)
 
@@ -482,7 +481,7 @@ class OffmateStrategy(Checkpoints):
         """Leave the iteration and give the model back; a second error must not hide the first.
 
         Lightning calls ``teardown`` only if all that hear of the first error go on: a callback, a checkpoint that finds
-        the disk full, a logger. Processes of several end anyway, and checkpoints need the others until then.
+        the disk full, a logger. One of several processes ends anyway, and stays until ``teardown``.
         """
         self._failed = True
         try:
