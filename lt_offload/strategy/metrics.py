@@ -131,6 +131,11 @@ class Metrics(_Base):
         """Look at the losses since the last record."""
         self._check_loss(trainer)
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let the strategy give the model back before checkpoints, which may fail, too, hear of the error."""
+        if trainer.world_size == 1:  # checkpoints of several processes are written by all engines together
+            getattr(trainer.strategy, "give_back", lambda _: None)(exception)
+
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Enter the phase of validation."""
         self._left.append(self.clock.enter("validation"))

@@ -176,7 +176,7 @@ class OffmateStrategy(Checkpoints):
         trainer = trainer_of(model)
         if trainer is None or trainer.barebones:
             return
-        resume.add(trainer, self.namespace)
+        self._undo.callback(resume.add(trainer, self.namespace).stop_listening)
         metrics.add(trainer, self.namespace)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -473,16 +473,28 @@ class OffmateStrategy(Checkpoints):
             self.trace = engine.trace()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the iteration; a second error must not hide the first."""
-        self._failed = True
+        """Tell the other processes, and leave."""
         self.fail_with(exception)
-        if self.engine is not None:
-            try:
+        self.give_back(exception)
+
+    def give_back(self, exception: BaseException) -> None:
+        """Leave the iteration and give the model back; a second error must not hide the first.
+
+        Lightning calls ``teardown`` only if all that hear of the first error go on: a callback, a checkpoint that finds
+        the disk full, a logger. One of several processes ends anyway, and stays until ``teardown``.
+        """
+        self._failed = True
+        try:
+            if self.engine is not None:
                 self._micro_batch.pop_all()  # there is nothing to end
-                self.engine.abort(exception)
-            except Exception as second:
-                rank_zero_warn(f"offmate: leaving the interrupted iteration failed, too: {second}")
-            self._unfinished = self.engine.unfinished()
+                try:
+                    self.engine.abort(exception)
+                finally:
+                    self._unfinished = self.engine.unfinished()
+            if not self.is_distributed:
+                self._release()
+        except Exception as second:
+            rank_zero_warn(f"offmate: leaving the interrupted iteration failed, too: {second}")
 
     def teardown(self) -> None:
         """Give the model back with complete host weights and release the device."""
@@ -490,6 +502,10 @@ class OffmateStrategy(Checkpoints):
         with ExitStack() as leaving:
             leaving.callback(self.leave_processes)
             leaving.callback(super().teardown)
+            self._release()
+
+    def _release(self) -> None:
+        with ExitStack() as leaving:
             leaving.callback(self._undo.close)
             leaving.callback(self._close_engine)
             self.finish_saves()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import signal
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lt_offload.compat.torch import all_dispatch_modes, all_function_modes
 from lt_offload.execute import installed
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from tests.support import models, plans
 from tests.support.hostile.device import HostileDevice
-from tests.support.trainers import Forced, fit, seeded_module
+from tests.support.trainers import Forced, differences, fit, seeded_module
 
 
 class Uploader(CSVLogger):
@@ -47,6 +50,39 @@ def test_weights_are_complete_when_an_exception_reaches_the_loggers(
         fit(Forced(), module, callbacks=[Fails()], logger=logger)
     expected = fit("auto", max_steps=2).module.state_dict()
     assert all(torch.equal(weight, expected[name]) for name, weight in logger.weights.items())
+
+
+class FullDisk(ModelCheckpoint):
+    """Cannot write the checkpoint of an exception."""
+
+    def on_exception(self, *args: Any) -> None:
+        raise OSError("no space left")
+
+
+class Disconnected(CSVLogger):
+    """Cannot reach its server when a run has failed."""
+
+    def finalize(self, status: str) -> None:
+        if status == "failed":
+            raise OSError("no route to host")
+
+
+@pytest.mark.parametrize("failing", ["checkpoint", "logger"])
+def test_a_second_error_leaves_a_usable_model_and_process(failing: str, tmp_path: Any) -> None:
+    """Lightning calls no strategy after it: neither its ``on_exception``, nor its ``teardown``."""
+    handler, runs = signal.getsignal(signal.SIGINT), []
+    for strategy in ("auto", Forced()):
+        module = seeded_module()
+        second = FullDisk(tmp_path) if failing == "checkpoint" else ModelCheckpoint(tmp_path)
+        settings = {"logger": Disconnected(tmp_path) if failing == "logger" else False, "enable_checkpointing": True}
+        with pytest.raises(OSError, match=r"^no (space|route)") as raised:
+            fit(strategy, module, callbacks=[Fails(), second], **settings)
+        assert str(raised.value.__context__) == "in a hook"
+        assert (all_function_modes(), all_dispatch_modes()) == ([], [])
+        assert signal.getsignal(signal.SIGINT) == handler
+        assert not any("forward" in vars(part) for part in module.modules())
+        runs.append(fit("auto" if strategy == "auto" else Forced(), module))
+    assert differences(*runs) == []
 
 
 @pytest.mark.parametrize("mode", ["lazy", "random", "thread"])

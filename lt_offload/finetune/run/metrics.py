@@ -126,6 +126,7 @@ class RunMetrics(Metrics, Callback):
         done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if trainer.training and len(self.clock.steps) and done.processed > done.completed:
             flush_metrics(trainer)
+        super().on_exception(trainer, pl_module, exception)
 
     def _remedies(self, trainer: Any) -> list[str]:
         module = trainer.lightning_module

@@ -140,9 +140,13 @@ class ExactResume(_Base):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give the signals back."""
-        self._interrupts.remove()
+        self.stop_listening()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give the signals back."""
+        self.stop_listening()
+
+    def stop_listening(self) -> None:
         """Give the signals back."""
         self._interrupts.remove()
 
@@ -202,12 +206,14 @@ class ExactResume(_Base):
         raise import_module(f"{self.namespace}.utilities.exceptions").SIGTERMException(EXIT_CODES[number])
 
 
-def add(trainer: Any, namespace: str) -> None:
+def add(trainer: Any, namespace: str) -> ExactResume:
     """Give ``trainer`` an ``ExactResume`` unless it has one; behind all other callbacks, whose changes it must see."""
     own = [callback for callback in trainer.callbacks if isinstance(callback, ExactResume)]
     for callback in own:
         trainer.callbacks.remove(callback)
-    trainer.callbacks.extend(own or [resume_class(namespace)()])
+    own = own or [resume_class(namespace)()]
+    trainer.callbacks.extend(own)
+    return own[0]
 
 
 def resume_class(namespace: str) -> type[Any]:
