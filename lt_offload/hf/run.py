@@ -49,11 +49,11 @@ class Run(Training):
         self._around = ExitStack()
         """Undoes the surroundings of a training."""
 
-    def _prepared(self, model: nn.Module, *, evaluates: bool) -> None:
-        if evaluates and model is not self.trainer.model:
+    def _prepared(self, ready: Any, *, evaluates: bool) -> None:
+        if evaluates and ready is not self.trainer.model:
             # A reference that is to follow the model is computed with: on a GPU, as in plain PyTorch.
             follows = getattr(self.trainer.args, "sync_ref_model", False)
-            self._others.append(model if follows else others.at_home(model))
+            self._others.append(ready if follows else others.at_home(ready))
 
     def _without_backward(self) -> ConfigError:
         return without_backward(self.trainer)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError
@@ -105,8 +105,7 @@ class Training(Planning):
 
         def prepared(thing: Any, device_placement: bool | None = None, **options: Any) -> Any:
             ready = prepare(thing, device_placement=device_placement if self._moves(thing) else False, **options)
-            if isinstance(ready, nn.Module):
-                self._prepared(ready, evaluates=options.get("evaluation_mode", False))
+            self._prepared(ready, evaluates=options.get("evaluation_mode", False))
             return ready
 
         return prepared
@@ -115,8 +114,8 @@ class Training(Planning):
         """Return whether a model or an optimizer is the accelerator's to move."""
         return False
 
-    def _prepared(self, model: nn.Module, *, evaluates: bool) -> None:
-        """Take note of a ``model`` that the accelerator has prepared; ``evaluates``: only to compute with."""
+    def _prepared(self, ready: Any, *, evaluates: bool) -> None:
+        """Take note of a model or optimizer that the accelerator has prepared; ``evaluates``: only to compute with."""
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

@@ -177,13 +177,13 @@ class RunSummary(Callback):
         """
         if self.folder is None or self.first_step is None or not trainer.is_global_zero:
             return None
-        if error is None:
-            write_part(self.folder, self.part(trainer))
-            return write_report(self.folder)
         try:
             write_part(self.folder, self.part(trainer, error))
             return write_report(self.folder)
-        except Exception as second:  # what ended the run must not be hidden
+        except Exception as second:
+            if error is None:
+                raise
+            # What ended the run must not be hidden.
             rank_zero_warn(f"the report could not be written: {named(second)}")
             return None
 
