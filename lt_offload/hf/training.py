@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -45,8 +46,8 @@ class Training(Planning):
         return self.model
 
     def show(self, text: str) -> None:
-        """Show ``text`` to the user."""
-        report.show(text)
+        """Print ``text`` for the user, as the Trainer prints its losses."""
+        print(text, file=sys.stderr, flush=True)
 
     def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
         batch = batch if self._sample_batch is None else self._sample_batch

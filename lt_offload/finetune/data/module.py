@@ -22,6 +22,7 @@ from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
 from lt_offload.finetune.data.batches import (
     TOKENS,
+    Batch,
     Batches,
     Collate,
     Place,
@@ -52,8 +53,6 @@ _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
 _LINE = 80
 """Characters of a text that are a prompt."""
-
-Batch = dict[str, Tensor]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
