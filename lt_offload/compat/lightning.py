@@ -90,18 +90,14 @@ data_fetcher: Callable[[Any], Any] = attrgetter("_data_fetcher")
 """The object that fetches batches: it is told where to begin when a run goes on."""
 
 
-combined_loader: Callable[[Any], Any] = attrgetter("_combined_loader")
-"""The loaders of training batches; None before they are made."""
+COMBINED_LOADER = "_combined_loader"
+combined_loader: Callable[[Any], Any] = attrgetter(COMBINED_LOADER)
+"""The loaders of training batches; None before they are made. Schedules ask it for their number."""
 
 
 def in_turn(fit_loop: Any) -> bool:
     """Return whether a batch is of one loader, and the next loader begins where one ends."""
     return bool(fit_loop._combined_loader._mode == "sequential")
-
-
-def set_combined_loader(fit_loop: Any, loader: Any) -> None:
-    """Put a loader in their place: schedules ask for the number of batches, and none may be made for that."""
-    fit_loop._combined_loader = loader
 
 
 def take_up_states(fit_loop: Any) -> bool:

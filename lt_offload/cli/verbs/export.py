@@ -262,7 +262,6 @@ def _to_generate(model: Any, ends: Sequence[int]) -> Iterator[None]:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the weights of ``model`` one by one."""
     for name, parameter in model.named_parameters():
         cast = parameter.data.to(dtype)
         if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(parameter).all()):

@@ -180,7 +180,6 @@ class FineTuneData(_DataSettings, LightningDataModule):
         self._resume_at: dict[str, Any] | None = None
 
     def _refuse_contradictions(self) -> None:
-        """Raise ``ConfigError`` for settings that exclude each other."""
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"data.seed={self.seed} is out of range; choose a number from 0 to {2**63 - 1}")
         if self.group_by_length and self.pack:
@@ -219,7 +218,6 @@ class FineTuneData(_DataSettings, LightningDataModule):
             )
 
     def _refuse_unused(self) -> None:
-        """Raise ``ConfigError`` for a setting that would change nothing beside the others."""
         unused, rows = partial(refuse_unused, FineTuneData, "data."), self.validation_rows
         if self.streaming:
             settings = {"num_proc": None if self.num_proc == 1 else self.num_proc, "cache_dir": self.cache_dir}

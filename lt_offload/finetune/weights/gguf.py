@@ -359,7 +359,6 @@ def _stored(name: str, tensor: Tensor, config: Any) -> Tensor:
 
 
 def _content(tokenizer: Any) -> dict[str, Any]:
-    """Return the description of a fast tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content: dict[str, Any] = {"model": {"type": ""}} if backend is None else json.loads(backend.to_str())
     return content
