@@ -84,12 +84,8 @@ def flush_metrics(trainer: Any) -> None:
 
 data_source: Callable[[Any], Any] = attrgetter("fit_loop._data_source")
 """The source of training batches: the object that makes the loader, which nothing else may ask for."""
-
-
 data_fetcher: Callable[[Any], Any] = attrgetter("_data_fetcher")
 """The object that fetches batches: it is told where to begin when a run goes on."""
-
-
 COMBINED_LOADER = "_combined_loader"
 combined_loader: Callable[[Any], Any] = attrgetter(COMBINED_LOADER)
 """The loaders of training batches; None before they are made. Schedules ask it for their number."""
