@@ -1,4 +1,4 @@
-"""Settings in groups, as files have them, by the dotted names that flags have."""
+"""Settings in groups, as files have them, and other nested values, by the dotted names that flags have."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ def dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from dotted(value or {}, prefix if name == "init_args" else f"{prefix}{name}.")
         else:
             yield (prefix.removesuffix(".") if name == "class_path" else f"{prefix}{name}"), value
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what mappings, lists and tuples hold, by their keys and places, joined by dots, below ``name``."""
+    if not isinstance(value, Mapping | list | tuple):
+        yield name, value
+        return
+    for key, member in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from leaves(member, f"{name}.{key}" if name else str(key))
 
 
 def shown(value: Any, most: int = 60) -> str:

@@ -72,13 +72,16 @@ def save_text(path: str | Path, text: str, *, new: bool = False) -> Path:
 
 
 @contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Raise ``ConfigError``, which names ``target``, for errors of the system within the context."""
+def writing(what: str | Path, way_out: str = "make room, or choose another folder") -> Iterator[None]:
+    """Raise ``ConfigError`` for errors of the system within the context: ``what`` cannot be written, ``way_out``.
+
+    ``what`` is a path, or a setting with its value.
+    """
     try:
         yield
     except OSError as error:
-        way_out = "make room, or choose another folder"
-        raise ConfigError(f"{str(target)!r} cannot be written: {error.strerror or error}; {way_out}") from error
+        named = repr(str(what)) if isinstance(what, Path) else what
+        raise ConfigError(f"{named} cannot be written: {error.strerror or error}; {way_out}") from error
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

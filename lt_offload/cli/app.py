@@ -35,6 +35,7 @@ from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.processes import end_others, is_first, let_the_first_speak
 from lt_offload.finetune.run.summary import RunSummary
 from lt_offload.finetune.terminal import quiet, say
+from lt_offload.machine.replaced import own_attribute
 from lt_offload.replacing import replacing
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.namespaces import STRATEGY_NAME
@@ -119,11 +120,8 @@ class App(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and take out the verb's own flags."""
         # Lightning warns if there are arguments in sys.argv too; these are the ones we were given, rearranged.
-        argv, sys.argv = sys.argv, sys.argv[:1]
-        try:
+        with own_attribute(sys, "argv", sys.argv[:1]):
             super().parse_arguments(parser, args)
-        finally:
-            sys.argv = argv
         self.options = {name: self.config.pop(name) for name in self._option_names}
         # Lightning refuses such a seed, too, but in words that name no setting.
         seed = self.config.get("seed_everything")

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from lt_offload.errors import ConfigError
+from lt_offload.replacing import writing
 from lt_offload.resources import is_dir, user_path
 
 _claims: set[int] = set()
@@ -41,15 +42,11 @@ def check_output(path: str | Path, setting: str, *, make: bool = False, new: boo
 def make_folder(path: str | Path, setting: str) -> Path:
     """Make the folder ``path`` where there is none, and return it; ``ConfigError`` if nothing can be written there."""
     target = user_path(path)
-    try:
+    with writing(f"{setting}={str(path)!r}", "choose another folder"):
         target.mkdir(parents=True, exist_ok=True)
         # A file is written to find out: bits of permission do not tell of a file system that is read-only or full.
         with tempfile.TemporaryFile(dir=target):
             pass
-    except OSError as error:
-        raise ConfigError(
-            f"{setting}={str(path)!r} cannot be written: {error.strerror}; choose another folder"
-        ) from None
     return target
 
 

@@ -98,7 +98,6 @@ def _expand(path: Path, above: tuple[Path, ...]) -> list[Path]:
 
 
 def _named(path: Path, key: str) -> list[Path]:
-    """Return the files that ``path`` names under ``key``."""
     value = read(path).get(key) or []
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -102,6 +102,18 @@ def one_sequence_per_row() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = known
 
 
+_QUANTIZED = {"is_loaded_in_4bit", "is_quantized", "quantization_method", "hf_quantizer"}
+
+
+def forget_quantization(model: Any) -> None:
+    """Let ``model`` count as one of plain numbers: else transformers and peft refuse to move it or to write it so."""
+    for module in model.modules():
+        for attribute in _QUANTIZED & vars(module).keys():
+            delattr(module, attribute)
+        if hasattr(getattr(module, "config", None), "quantization_config"):
+            del module.config.quantization_config
+
+
 # -- data and Trainers ------------------------------------------------------------------------------------------------
 
 

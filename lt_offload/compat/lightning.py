@@ -33,8 +33,7 @@ BEFORE_ZERO_GRAD = "_on_before_zero_grad"
 
 def adds_up(trainer: Any) -> bool:
     """Return whether no update follows the present batch: windows of several batches are cut by it."""
-    adding: bool = trainer.fit_loop._should_accumulate()
-    return adding
+    return bool(trainer.fit_loop._should_accumulate())
 
 
 skips_backward: Callable[[Any], bool] = attrgetter("fit_loop._skip_backward")
@@ -43,14 +42,12 @@ skips_backward: Callable[[Any], bool] = attrgetter("fit_loop._skip_backward")
 
 def is_validation_due(fit_loop: Any) -> bool:
     """Return whether a validation follows the present batch: a checkpoint made before it has to go on with it."""
-    due: bool = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
-    return due
+    return bool(fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher))
 
 
 def is_last_batch(epoch_loop: Any) -> bool:
     """Return whether no batch of the epoch comes after the present one."""
-    last: bool = epoch_loop._num_ready_batches_reached()
-    return last
+    return bool(epoch_loop._num_ready_batches_reached())
 
 
 is_training_done: Callable[[Any], bool] = attrgetter("fit_loop.epoch_loop._is_training_done")
@@ -87,24 +84,16 @@ def flush_metrics(trainer: Any) -> None:
 
 data_source: Callable[[Any], Any] = attrgetter("fit_loop._data_source")
 """The source of training batches: the object that makes the loader, which nothing else may ask for."""
-
-
 data_fetcher: Callable[[Any], Any] = attrgetter("_data_fetcher")
 """The object that fetches batches: it is told where to begin when a run goes on."""
-
-
-combined_loader: Callable[[Any], Any] = attrgetter("_combined_loader")
-"""The loaders of training batches; None before they are made."""
+COMBINED_LOADER = "_combined_loader"
+combined_loader: Callable[[Any], Any] = attrgetter(COMBINED_LOADER)
+"""The loaders of training batches; None before they are made. Schedules ask it for their number."""
 
 
 def in_turn(fit_loop: Any) -> bool:
     """Return whether a batch is of one loader, and the next loader begins where one ends."""
     return bool(fit_loop._combined_loader._mode == "sequential")
-
-
-def set_combined_loader(fit_loop: Any, loader: Any) -> None:
-    """Put a loader in their place: schedules ask for the number of batches, and none may be made for that."""
-    fit_loop._combined_loader = loader
 
 
 def take_up_states(fit_loop: Any) -> bool:

@@ -185,7 +185,6 @@ def use_functions(model: Any, functions: Functions) -> None:
 
 
 def _c_compilers() -> tuple[str, ...]:
-    """Return the commands that Triton looks for."""
     return os.environ.get("CC", "gcc"), "clang", "cc"
 
 

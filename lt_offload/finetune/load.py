@@ -19,6 +19,7 @@ from lt_offload.finetune.weights.hub import IN_EIGHT_BITS, in_words, lazy_tensor
 from lt_offload.finetune.weights.stored import read_stored
 from lt_offload.finetune.weights.vocabulary import check_tokens
 from lt_offload.resources import is_dir, is_file, may_be_local, user_path
+from lt_offload.suggest import some
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -72,9 +73,7 @@ def load_model(
     model cannot be had.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    auto: Any = AutoModelForCausalLM
     if attention == "flash_attention_2" and find_spec("flash_attn") is None:
         raise ConfigError(
             "model.attention=flash_attention_2 needs a package that is not installed: pip install flash-attn "
@@ -103,19 +102,23 @@ def load_model(
     if attention is not None:
         options["attn_implementation"] = attention
     with in_words(name):
-        stored = None if quantize is None or init == "random" else _stored(name, config, options, quantize, dtype)
-        model = stored or (
-            auto.from_config(config, **options) if init == "random" else _pretrained(name, config, options, as_stored)
-        )
+        if init == "random":
+            model = _auto().from_config(config, **options)
+        else:
+            stored = None if quantize is None else _stored(name, config, options, quantize, dtype)
+            model = stored or _pretrained(name, config, options, as_stored)
     result: PreTrainedModel = model.train()
     return result
 
 
-def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as_stored: bool) -> PreTrainedModel:
-    """Return the model with its weights, each of them the only copy in memory that is not the system's cache."""
+def _auto() -> Any:
     from transformers import AutoModelForCausalLM
 
-    auto: Any = AutoModelForCausalLM
+    return AutoModelForCausalLM
+
+
+def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as_stored: bool) -> Any:
+    """Return the model with its weights, each of them the only copy in memory that is not the system's cache."""
     where = locate(name)
     # Whatever does not fit is reported, and refused in our words by _check_complete.
     options = options | {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -124,43 +127,37 @@ def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as
         if files:
             # Without a name, transformers looks for no files: it takes
             # what it is given, as lazily as it reads its own.
-            made = class_of_model(auto, config)
+            made = class_of_model(_auto(), config)
             model, report = made.from_pretrained(None, config=config, state_dict=lazy_tensors(files), **options)
         else:
-            model, report = auto.from_pretrained(where, config=config, **options)
+            model, report = _auto().from_pretrained(where, config=config, **options)
             # As stored, they stay pages of the files: quantizing takes them one by one, never all in memory together.
             for tensor in () if as_stored else (*model.parameters(), *model.buffers()):
                 if not tensor.untyped_storage().resizable():  # pages of the file
                     tensor.data = tensor.data.clone()
     _check_complete(name, report)
-    result: PreTrainedModel = named(model, name)
-    return result
+    return named(model, name)
 
 
-def _stored(
-    name: str, config: PreTrainedConfig, options: dict[str, Any], quantize: Quantize, dtype: Dtype
-) -> PreTrainedModel | None:
+def _stored(name: str, config: PreTrainedConfig, options: dict[str, Any], quantize: Quantize, dtype: Dtype) -> Any:
     """Return the model with weights that its files hold as pieces, or that are stored as they are read; None: others.
 
     Experts are read one by one: transformers would have all of a layer in memory as they are in the files.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    auto: Any = AutoModelForCausalLM
     shipped, files = stored_form(config), safetensors_of(locate(name))
     if shipped == "nf4" or not files:
         return None
     kept = {key: value for key, value in options.items() if key == "attn_implementation"}
     empty: Any = import_module("accelerate")  # peft, which stored weights are trained with, needs it
     with empty.init_empty_weights():
-        model: Any = auto.from_config(config, dtype=getattr(torch, dtype), **kept)
+        model: Any = _auto().from_config(config, dtype=getattr(torch, dtype), **kept)
     tensors = lazy_tensors(files, kinds=IN_EIGHT_BITS)
     if not read_stored(model, tensors, quantize, getattr(torch, dtype), shipped=shipped is not None):
         return None
     model.tie_weights()
-    result: PreTrainedModel = named(model, name)
-    return result
+    return named(model, name)
 
 
 def named(model: Any, name: str, *, pretrained: bool = True) -> Any:
@@ -194,10 +191,9 @@ def _check_complete(name: str, report: dict[str, Any]) -> None:
     for kind, says in (("missing", "lacks"), ("unexpected", "has tensors that its configuration does not know:")):
         keys = sorted(report[f"{kind}_keys"])
         if keys:
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
             raise ConfigError(
-                f"model {name!r} {says} {', '.join(keys[:3])}{more}; its files and its config.json are of different "
-                "models, or not complete"
+                f"model {name!r} {says} {some(keys)}; its files and its config.json are of different models, or not "
+                "complete"
             )
     if report.get("error_msgs"):
         raise ConfigError(f"model {name!r} cannot be loaded: {report['error_msgs'][0]}")

@@ -21,13 +21,7 @@ from lt_offload.compat.lightning import adds_up, trainer_of
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import kernels as layers
 from lt_offload.finetune import load
-from lt_offload.finetune.adapters import (
-    LoraArgs,
-    SavedAdapters,
-    add_lora,
-    check_adapters,
-    choose_trained,
-)
+from lt_offload.finetune.adapters import LoraArgs, SavedAdapters, add_lora, check_adapters, choose_trained
 from lt_offload.finetune.data.batches import REFERENCE, TOKENS
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.data.sequences import check_packing

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lt_offload.compat.hugging_face import STORED_IN_EIGHT_BITS, STORED_IN_FOUR_BITS
+from lt_offload.compat.hugging_face import STORED_IN_EIGHT_BITS, STORED_IN_FOUR_BITS, forget_quantization
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.processes import is_first
 from lt_offload.finetune.terminal import say
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Quantize = Literal["nf4", "mxfp4", "fp8", "int8", "lossless"]
-
-_TRACES = {"is_loaded_in_4bit", "is_quantized", "quantization_method", "hf_quantizer"}
-"""Attributes by which transformers and peft tell a quantized model, and refuse to move it or to write it as another."""
 
 
 def check_quantize(quantize: str | None, *, lora: object, compiled: bool = False, dtype: str = "bfloat16") -> None:
@@ -108,11 +105,7 @@ def quantized(model: nn.Module, dtype: torch.dtype, quantize: Quantize = "nf4") 
         name, why = next(iter(checked.refused.items()))
         kind = dtype_name(dtype)
         say(f"{len(checked.refused)} weights with {why} stay in {kind}: {name}, ...")
-    for module in model.modules():
-        for attribute in _TRACES & vars(module).keys():
-            delattr(module, attribute)
-        if hasattr(getattr(module, "config", None), "quantization_config"):
-            del module.config.quantization_config  # type: ignore[union-attr]
+    forget_quantization(model)
     for _ in close_weights(model, form, checked, dtype=dtype, release=forget):
         pass
     for parameter in model.parameters():

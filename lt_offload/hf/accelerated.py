@@ -237,17 +237,6 @@ class Loop(Training):
 
     # -- the optimizer -----------------------------------------------------------------------------------------------
 
-    def _in_place(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        in_place = super()._in_place(prepare)
-
-        def prepared(thing: Any, *args: Any, **options: Any) -> Any:
-            ready = in_place(thing, *args, **options)
-            if isinstance(ready, Optimizer):
-                self._let_clear(ready)
-            return ready
-
-        return prepared
-
     def _let_clear(self, optimizer: Any) -> None:
         """Let ``optimizer.zero_grad(set_to_none=False)`` clear gradients, too, of which none is left to be zeroed."""
         zero_grad, zeroed = optimizer.zero_grad, set[nn.Parameter]()
@@ -279,9 +268,12 @@ class Loop(Training):
     def _moves(self, thing: Any) -> bool:
         return isinstance(thing, nn.Module) and not any(p.requires_grad for p in thing.parameters())
 
-    def _prepared(self, model: nn.Module, *, evaluates: bool) -> None:
-        if evaluates or self._moves(model) or model is self.model:
+    def _prepared(self, ready: Any, *, evaluates: bool) -> None:
+        if isinstance(ready, Optimizer):
+            self._let_clear(ready)
+        if evaluates or not isinstance(ready, nn.Module) or self._moves(ready) or ready is self.model:
             return
+        model = ready
         if self.model is not None:
             raise limits.SEVERAL_TRAIN.error(f"{type(model).__name__} beside {type(self.model).__name__}")
         self._around.enter_context(tiled(model, self.tile_tokens, self.blocks))  # may refuse it

@@ -62,13 +62,8 @@ def called(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module in fused:
             head = module.get_output_embeddings()  # type: ignore[operator]
             undo.callback(cover(head, "forward", _fusing(head, head.forward)))
-            undo.callback(
-                cover(
-                    module,
-                    "get_output_embeddings",
-                    _heads(module, SimpleNamespace(weight=HeadWeight(head, device), bias=None)),
-                )
-            )
+            told = SimpleNamespace(weight=HeadWeight(head, device), bias=None)
+            undo.callback(cover(module, "get_output_embeddings", _heads(module, told)))
         yield
 
 

@@ -1,10 +1,9 @@
-"""Records of a training beside its checkpoints, and its messages."""
+"""Records of a training beside its checkpoints."""
 
 from __future__ import annotations
 
 import csv
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
@@ -26,11 +25,6 @@ RECORD = "lt_offload.json"
 _NAMES = {"loss": "train_loss", "learning_rate": "lr", "eval_loss": "val_loss"}
 """Names in a report, by the names under which a Trainer logs."""
 _KEPT = ("grad_norm", "tokens_per_s", "step_s", "step_vs_plan", "device_peak_gb", "host_peak_gb")
-
-
-def show(text: str) -> None:
-    """Print ``text`` for the user, as the Trainer prints its losses."""
-    print(text, file=sys.stderr, flush=True)
 
 
 class Speed:

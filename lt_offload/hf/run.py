@@ -16,6 +16,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.hf import head, others, report
 from lt_offload.hf.step import TrainingStep, aside, without_backward
 from lt_offload.hf.training import Training, unwrapped
+from lt_offload.machine.replaced import own_attribute
 from lt_offload.model.tiles import tiled
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.schema.plan import Plan
@@ -34,6 +35,8 @@ _UNFREEZE = (
 class Run(Training):
     """The training of a ``trainer``, whose constructor has not been called yet, with the context's ``options``."""
 
+    _beside_open = False
+
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
         super().__init__(options)
         self.trainer = trainer
@@ -45,15 +48,14 @@ class Run(Training):
         self._evaluated: dict[Any, tuple[Any, int]] = {}
         """Data that were evaluated, with the bytes of the device that this took, by what tells them and the way."""
         self._speed = report.Speed()
-        self._beside_open = False
         self._around = ExitStack()
         """Undoes the surroundings of a training."""
 
-    def _prepared(self, model: nn.Module, *, evaluates: bool) -> None:
-        if evaluates and model is not self.trainer.model:
+    def _prepared(self, ready: Any, *, evaluates: bool) -> None:
+        if evaluates and ready is not self.trainer.model:
             # A reference that is to follow the model is computed with: on a GPU, as in plain PyTorch.
             follows = getattr(self.trainer.args, "sync_ref_model", False)
-            self._others.append(model if follows else others.at_home(model))
+            self._others.append(ready if follows else others.at_home(ready))
 
     def _without_backward(self) -> ConfigError:
         return without_backward(self.trainer)
@@ -168,11 +170,8 @@ class Run(Training):
             stack.enter_context(head.called(model, self.root_device))
             for other in self._others:
                 stack.enter_context(others.computing(other, self.root_device))
-            self._beside_open = True
-            try:
-                yield
-            finally:
-                self._beside_open = False
+            stack.enter_context(own_attribute(self, "_beside_open", True))
+            yield
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

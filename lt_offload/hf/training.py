@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError
@@ -45,8 +46,8 @@ class Training(Planning):
         return self.model
 
     def show(self, text: str) -> None:
-        """Show ``text`` to the user."""
-        report.show(text)
+        """Print ``text`` for the user, as the Trainer prints its losses."""
+        print(text, file=sys.stderr, flush=True)
 
     def _trial(self, batch: Any, number: int) -> tuple[Size, Callable[..., Profile]]:
         batch = batch if self._sample_batch is None else self._sample_batch
@@ -105,8 +106,7 @@ class Training(Planning):
 
         def prepared(thing: Any, device_placement: bool | None = None, **options: Any) -> Any:
             ready = prepare(thing, device_placement=device_placement if self._moves(thing) else False, **options)
-            if isinstance(ready, nn.Module):
-                self._prepared(ready, evaluates=options.get("evaluation_mode", False))
+            self._prepared(ready, evaluates=options.get("evaluation_mode", False))
             return ready
 
         return prepared
@@ -115,8 +115,8 @@ class Training(Planning):
         """Return whether a model or an optimizer is the accelerator's to move."""
         return False
 
-    def _prepared(self, model: nn.Module, *, evaluates: bool) -> None:
-        """Take note of a ``model`` that the accelerator has prepared; ``evaluates``: only to compute with."""
+    def _prepared(self, ready: Any, *, evaluates: bool) -> None:
+        """Take note of a model or optimizer that the accelerator has prepared; ``evaluates``: only to compute with."""
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

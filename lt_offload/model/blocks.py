@@ -72,7 +72,7 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Structure:
 
 def _around(model: nn.Module, path: str, layers: ModuleSequence, *, guesses: bool) -> Structure:
     """Return the structure whose layers are at ``path``; ``guesses``: the call of the model may tell of others."""
-    head = _output_embeddings(model, path)
+    _, head = _output_projection(model, path)
     encoder = _encoder(model, path) if guesses else None
     modules = [pair for stack in (encoder, (path, layers)) if stack for pair in _stack(model, *stack, head)]
     if head is not None:
@@ -217,22 +217,16 @@ def _kind(module: nn.Module) -> BlockKind:
     return "embedding" if any(isinstance(child, nn.Embedding) for child in module.modules()) else "other"
 
 
-def _output_embeddings(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the output projection that the innermost Hugging Face model around ``path`` names."""
-    owner = _owner(model, path)
-    return None if owner is None else owner.get_output_embeddings()  # type: ignore[operator]
-
-
-def _owner(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the innermost Hugging Face model around ``path`` that names an output projection."""
+def _output_projection(model: nn.Module, path: str) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the innermost Hugging Face model around ``path`` that names an output projection, and that module."""
     parts = path.split(".")
     for depth in range(len(parts) - 1, -1, -1):
         owner = model.get_submodule(".".join(parts[:depth]))
         getter = getattr(owner, "get_output_embeddings", None)
         head = getter() if callable(getter) else None
         if isinstance(head, nn.Module) and _owns_parameters(head):
-            return owner
-    return None
+            return owner, head
+    return None, None
 
 
 def _surroundings(model: nn.Module, path: str) -> list[nn.Module]:
@@ -265,7 +259,7 @@ def _structure(model: nn.Module, modules: list[tuple[str, nn.Module, BlockKind]]
     # head.
     if kind == "other" and any(isinstance(module, nn.Linear) for module in last.modules()):
         modules[-1] = (name, last, "head")
-    owner = _owner(model, name) if _output_embeddings(model, name) is last else None
+    owner, head = _output_projection(model, name)
     # First: scales become parameters here, and parameters are what the names below are looked up by.
     prepare(model)
     names = {tensor: name for name, tensor in named_tensors(model)}
@@ -283,5 +277,5 @@ def _structure(model: nn.Module, modules: list[tuple[str, nn.Module, BlockKind]]
         blocks=blocks,
         tensors=tuple((names[parameter], parameter) for parameter in indices),
         rest=(*((name, tensor) for tensor, name in names.items() if tensor not in indices), *tables(model)),
-        owner=owner,
+        owner=owner if head is last else None,
     )

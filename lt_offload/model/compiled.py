@@ -10,7 +10,7 @@ of weights or a pickled module are what plain PyTorch would make of the module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -96,14 +96,11 @@ def without_gradients(module: nn.Module, run: Forward) -> Forward:
 @contextmanager
 def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Let ``parameters`` have no gradient within the context, and those that they had afterwards."""
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
+    with ExitStack() as undo:
+        for parameter in parameters:
+            undo.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
         yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
 
 
 def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:

@@ -52,14 +52,12 @@ def _home_of(owner: Any) -> Replaced:
 @contextmanager
 def staged(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     """Have ``tensors`` on ``device``; they return to the very memory where they were."""
-    moved = [(tensor, tensor.data) for tensor in tensors if tensor.device.type != device.type]
-    try:
-        for tensor, data in moved:
-            tensor.data = data.to(device)
+    with ExitStack() as undo:
+        for tensor in tensors:
+            if tensor.device.type != device.type:
+                undo.callback(setattr, tensor, "data", tensor.data)
+                tensor.data = tensor.data.to(device)
         yield
-    finally:
-        for tensor, data in moved:
-            tensor.data = data
 
 
 @contextmanager

@@ -25,10 +25,10 @@ The activation options:
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -49,26 +49,22 @@ computed again: an element takes 2 FLOP per rank, no longer than a cheap operati
 second one of an adapter (LoRA's B): of a layer with an adapter only the result of the frozen weight is kept so wide."""
 
 
-class _InTile(threading.local):
-    in_tiles = False
-
-
-_run = _InTile()
+_in_tiles: ContextVar[bool] = ContextVar("lt_offload_in_tiles", default=False)
 
 
 @contextmanager
 def run_in_tiles() -> Iterator[None]:
     """Let ``mixed`` keep no result of what runs for a tile of tokens: its backward runs it again anyway."""
-    before, _run.in_tiles = _run.in_tiles, True
+    before = _in_tiles.set(True)
     try:
         yield
     finally:
-        _run.in_tiles = before
+        _in_tiles.reset(before)
 
 
 def in_tiles() -> bool:
     """Return whether what runs now runs for a tile."""
-    return _run.in_tiles
+    return _in_tiles.get()
 
 
 def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -142,7 +138,7 @@ class CacheCostly(OperationMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _run.in_tiles or not is_costly(func, args, kwargs or {}):
+        if _in_tiles.get() or not is_costly(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         # This run records no graph, but what it returns is given to the second run, which does.
         out = func(*for_replay(func, args), **(kwargs or {}))
@@ -174,7 +170,7 @@ class ReplayCostly(OperationMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _run.in_tiles or not is_costly(func, args, kwargs or {}):
+        if _in_tiles.get() or not is_costly(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         # By position: two calls of one operation with other arguments cannot be told apart by anything cheaper.
         cached, out = self._results.popleft() if self._results else (None, None)

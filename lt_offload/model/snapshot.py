@@ -37,8 +37,8 @@ _MOST = 100_000
 """Items of a container; those of larger ones are data, which no step changes."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType)
 
-_Kept = tuple[str, Callable[[], bool]]
-"""A path, and what writes back a change there; that returns False where there is one that cannot be undone."""
+_Kept = tuple[str, Callable[[], object]]
+"""A path, and what writes back a change there; that returns True where there is one that cannot be undone."""
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def version(tensor: Tensor) -> int:
 
 def _restored(kept: Iterable[_Kept]) -> list[UnsupportedError]:
     """Write back what has changed; return an error if something cannot be."""
-    lost = list(dict.fromkeys(path for path, restore in kept if not restore()))
+    lost = list(dict.fromkeys(path for path, restore in kept if restore()))
     if not lost:
         return []
     more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
@@ -110,9 +110,9 @@ def _remembered(roots: dict[str, Any]) -> Iterator[_Kept]:
         elif issubclass(kind, np.ndarray):
             yield path, _array(thing)
         elif is_generator(thing):
-            yield path, functools.partial(_rewind, thing, state_of(thing))
+            yield path, functools.partial(set_state, thing, state_of(thing))
         elif issubclass(kind, io.IOBase) or _advances(kind):
-            yield path, functools.partial(_stands_still, thing, *_progress(thing))
+            yield path, functools.partial(_went_on, thing, *_progress(thing))
             below = ((held, path) for held in gc.get_referents(thing))
         else:
             modules = issubclass(kind, (nn.Module, Optimizer)) or id(thing) in tops
@@ -140,18 +140,18 @@ def _named(contents: Any, path: str, owner: type | None) -> Iterator[tuple[Any, 
             yield value, path if plain else f"{path}.{name}"
 
 
-def _tensor(tensor: Tensor) -> Callable[[], bool]:
+def _tensor(tensor: Tensor) -> Callable[[], object]:
     with DisableTorchFunctionSubclass():
         # A step that computes a loss has no reason to write to weights; that it has not is all that is looked at, as
         # copies would take as much memory as the model. Tensors of other classes keep their numbers elsewhere.
         plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout == torch.strided
         if not plain or tensor.is_meta or issubclass(type(tensor), nn.Parameter) or tensor.nbytes > LARGEST:
             known = version(tensor)
-            return lambda: version(tensor) == known
+            return lambda: version(tensor) != known
         data = tensor.data
         copy = data.clone()
 
-    def restore() -> bool:
+    def restore() -> None:
         with DisableTorchFunctionSubclass():
             # A step may have given the tensor other memory (``tensor.data = ...``) as well as written to it.
             if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
@@ -160,32 +160,24 @@ def _tensor(tensor: Tensor) -> Callable[[], bool]:
                 # Torch lets inference tensors be written to in that mode only.
                 with torch.inference_mode(data.is_inference()):
                     data.copy_(copy)
-        return True
 
     return restore
 
 
-def _array(held: np.ndarray[Any, Any]) -> Callable[[], bool]:
+def _array(held: np.ndarray[Any, Any]) -> Callable[[], object]:
     array = np.ndarray.view(held, np.ndarray)  # without the methods of a class below it
     copy = array.copy() if array.flags.writeable and array.nbytes <= LARGEST else None
 
-    def restore() -> bool:
+    def restore() -> None:
         if copy is not None and array.tobytes() != copy.tobytes():
             array[...] = copy
-        return True
 
     return restore
 
 
-def _refill(container: Any, contents: Any) -> bool:
+def _refill(container: Any, contents: Any) -> None:
     if not unchanged(container, contents):
         write(container, contents)
-    return True
-
-
-def _rewind(generator: Any, state: Any) -> bool:
-    set_state(generator, state)
-    return True
 
 
 # -- what goes one way -------------------------------------------------------------------------------------------------
@@ -211,6 +203,6 @@ def _progress(thing: Any) -> tuple[object, list[Any]]:
     return None, held
 
 
-def _stands_still(thing: Any, before: object, held: list[Any]) -> bool:
-    now, there = _progress(thing)
-    return now == before and same(there, held)
+def _went_on(thing: Any, before: object, held: list[Any]) -> bool:
+    now, holds = _progress(thing)
+    return now != before or not same(holds, held)

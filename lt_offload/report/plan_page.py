@@ -84,7 +84,6 @@ def _gains(plan: Plan, gains: Sequence[Gain]) -> str:
 
 
 def _machine(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
-    """Yield the figures of the machine that the plan was made with."""
     hardware, optimizer = profile.hardware, profile.optimizer
     yield "machine", hardware.name
     yield "source of its figures", hardware.source or "not given"

@@ -141,7 +141,6 @@ def curves(run: RunFolder) -> Figure:
 
 
 def _compared(run: RunFolder, predicted: Trace) -> str:
-    """Return the table of planned and measured figures."""
 
     def row(name: str, planned: float, actual: float, show: Callable[[Any], str]) -> tuple[str, ...]:
         difference = f"{'+' if actual >= planned else '−'}{show(abs(actual - planned))}"
@@ -203,7 +202,6 @@ def _quoted(sample: RunSample) -> str:
 
 
 def _settings(run: RunFolder) -> str:
-    """Return the table of settings, versions and machine."""
     rows = [(name, nested.shown(value, 200)) for name, value in run.settings.items() if value is not None]
     for name, value in run.environment.items():
         is_size = isinstance(value, int) and name.endswith("_bytes")

@@ -23,8 +23,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.compat.lightning import combined_loader, data_source, loaded_checkpoint, set_combined_loader
+from lt_offload.compat.lightning import COMBINED_LOADER, data_source, loaded_checkpoint
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget
+from lt_offload.machine.replaced import own_attribute
 from lt_offload.plan.batch.choose import choose_batch
 from lt_offload.plan.batch.splits import LARGEST, Split
 from lt_offload.plan.orders import compared
@@ -190,16 +191,10 @@ def _too_early(trainer: Any, error: Exception) -> Exception:
 def spare_optimizer(trainer: Any) -> Iterator[Optimizer]:
     """Yield an optimizer like the one that will be used; no loader is made for its schedules."""
     strategy, loop = trainer.strategy, trainer.fit_loop
-    before, batches = combined_loader(loop), loop.max_batches
     # A schedule may ask for the number of steps: without this stand-in, Lightning would make the loader to count them.
-    set_combined_loader(loop, SimpleNamespace(iterables=[]))
-    loop.max_batches = _SOME_BATCHES
-    try:
-        with sample.untouched(trainer):
-            strategy.setup_optimizers(trainer)
-    finally:
-        set_combined_loader(loop, before)
-        loop.max_batches = batches
+    loader = own_attribute(loop, COMBINED_LOADER, SimpleNamespace(iterables=[]))
+    with loader, own_attribute(loop, "max_batches", _SOME_BATCHES), sample.untouched(trainer):
+        strategy.setup_optimizers(trainer)
     limits.check("optimizer", limits.Setup(model=strategy.model, optimizers=strategy.optimizers))
     (optimizer,) = strategy.optimizers
     try:

@@ -317,16 +317,16 @@ class OffmateStrategy(Checkpoints):
         engine, replanning = self.engine, self._replanning
         if engine is None or replanning is None or not replanning.due(engine):
             return
-        correction = replanning.correct(engine, steps_left(self._trainer), self._trainer.global_step)
+        corrected = replanning.correct(engine, steps_left(self._trainer), self._trainer.global_step)
         if replanning.over:
             self._replanning = None
-        if correction is None:
+        if corrected is None:
             return
-        self.profile, self.plan = correction.profile, correction.plan
-        engine.plan = correction.plan
-        if correction.takes_over:
+        plan, takes_over = corrected
+        self.profile, self.plan, engine.plan = replanning.profile, plan, plan
+        if takes_over:
             del engine  # or this frame would keep the old engine, with its weights, beside the new one
-            self._take_over(correction.plan)
+            self._take_over(plan)
         self._save_plan()
 
     def _take_over(self, plan: Plan) -> None:

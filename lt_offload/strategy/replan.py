@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -47,23 +47,15 @@ LEAST_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Correction:
-    """A corrected profile and its plan."""
-
-    profile: Profile
-    plan: Plan
-    takes_over: bool
-    """True if this is another plan, False if it is the same one with other times."""
-
-
 class Replanning:
     """The correction of a plan by the first iterations of its run; of its budget nothing changes."""
 
     def __init__(self, settings: Settings, profile: Profile) -> None:
         self.over = False
         """True if nothing will be corrected any more."""
-        self._settings, self._profile = settings, profile
+        self.profile = profile
+        """The profile, as it is corrected by now."""
+        self._settings = settings
         self._skip = _WARM_UP
         self._seen = 0
         self._traces: list[Trace] = []
@@ -77,7 +69,7 @@ class Replanning:
 
     def _sentence(self, seen: Comparison) -> str:
         """Return the difference and its cause: rows that are shorter than planned explain it better than lanes."""
-        longest, planned = max(self._lengths, default=0), self._profile.sequence_length
+        longest, planned = max(self._lengths, default=0), self.profile.sequence_length
         if self._corrections or not 0 < longest < (1 - TOLERANCE) * planned:
             return seen.sentence
         enough = round_up(longest, 8)
@@ -96,15 +88,16 @@ class Replanning:
         self._traces.append(engine.trace())
         return len(self._traces) == _MEASURED
 
-    def correct(self, engine: Engine, steps_left: float, done: int) -> Correction | None:
-        """Compare the recorded iterations with the plan of ``engine``; return a correction, None if there is none.
+    def correct(self, engine: Engine, steps_left: float, done: int) -> tuple[Plan, bool] | None:
+        """Compare the recorded iterations with the plan of ``engine``; return a corrected one, None if there is none.
 
-        ``engine`` is between two iterations; ``done``: iterations so far, with the recorded ones.
+        And whether it is another plan, or the same one with other times. ``engine`` is between two iterations;
+        ``done``: iterations so far, with the recorded ones.
         """
         plan, traces = engine.plan, self._traces
         assert plan is not None
         self._traces = []
-        comparison = compare(plan, self._profile, traces)
+        comparison = compare(plan, self.profile, traces)
         sentence = self._sentence(comparison)
         if comparison.agrees or self._corrections == _CORRECTIONS:
             self.over = True
@@ -113,17 +106,17 @@ class Replanning:
             return None
         self._corrections += 1
         seen = range(done - len(traces) + 1, done + 1)
-        corrected = correct(self._profile, plan, traces)
-        self._profile = replace(corrected, iterations=(*corrected.iterations, *seen))
-        plan = _kept(plan, timed(plan, self._profile), sentence)
+        corrected = correct(self.profile, plan, traces)
+        self.profile = replace(corrected, iterations=(*corrected.iterations, *seen))
+        plan = _kept(plan, timed(plan, self.profile), sentence)
         if self._corrections == 1:  # of those that follow, only what changes the plan is of interest
             rank_zero_info(f"offmate: {sentence}; the profile is corrected")
         better, plan = self._plan_again(engine, plan, steps_left)
         if better is None:
-            return Correction(profile=self._profile, plan=plan, takes_over=False)
+            return plan, False
         # Another engine takes over, which counts its iterations from the beginning.
         self._skip, self._seen = _WARM_UP, 0
-        return Correction(profile=self._profile, plan=_kept(plan, better, sentence), takes_over=True)
+        return _kept(plan, better, sentence), True
 
     def _plan_again(self, engine: Engine, plan: Plan, steps_left: float) -> tuple[Plan | None, Plan]:
         """Return a plan that is worth taking over, if there is one, and ``plan`` with a better lower bound."""
@@ -136,7 +129,7 @@ class Replanning:
         rank_zero_info(f"offmate: planning again, {limit:.3g} s at most")
         settings = replace(self._settings, memory=plan.budget_bytes, solver_time_limit=limit)
         try:
-            other = make_plan(self._profile, settings)
+            other = make_plan(self.profile, settings)
         except (ConfigError, InfeasibleError, UnsupportedError) as error:  # there is a plan: no other was found in time
             rank_zero_info(f"offmate: the plan stays: {error}")
             return None, plan

@@ -78,15 +78,6 @@ def load_plan(
     return plan
 
 
-def check_no_plan(path: str | Path | None, change: str) -> None:
-    """Raise ``PlanError`` if a plan was given, at ``path``, that a ``change`` of weights or optimizer has outdated."""
-    if path is not None:
-        raise PlanError(
-            f"plan={str(path)!r} cannot be carried out any more: {change}; leave plan out, so that the run is planned "
-            "again when that happens"
-        )
-
-
 def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
     """Return the saved plan at ``path``; raises ``PlanError`` if it does not fit today's model, batch or memory."""
     plan = load_plan(path, memory)

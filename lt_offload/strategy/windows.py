@@ -175,9 +175,15 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         assert active is not None
         return active
 
+    def clips_afterwards() -> bool:
+        return bool(_clips_by_hook(trainer) or trainer.gradient_clip_val)
+
     @contextmanager
-    def shows(*, final: bool) -> Iterator[None]:
-        """Let hooks within the context see gradients, and updates use what they have made of them."""
+    def shows(*, final: bool | None) -> Iterator[None]:
+        """Let hooks within the context see gradients, and updates use what they have made of them.
+
+        ``final``: these are what updates use then; None: unless they are clipped afterwards.
+        """
         # After a step that no plan carries out, gradients are where everybody looks for them.
         if present() is None:
             yield
@@ -185,7 +191,7 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         with engine().device.between():
             engine().show()
             yield
-            engine().hide(final=final)
+            engine().hide(final=not clips_afterwards() if final is None else final)
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         # The plugin refuses to clip for a fused optimizer, whose step takes scaled gradients.
@@ -201,19 +207,8 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         else:  # the engine clips those of blocks when they are complete
             engine().clip_rest()
 
-    hooked, clips = module.configure_gradient_clipping, getattr(plugin, CLIP_GRADIENTS)
-    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    loop, clips = trainer.fit_loop.epoch_loop.automatic_optimization, getattr(plugin, CLIP_GRADIENTS)
     before_zeroing = getattr(loop, BEFORE_ZERO_GRAD)
-    post_backward, after_closure = plugin.post_backward, getattr(plugin, AFTER_CLOSURE)
-
-    def shown(*args: Any, **kwargs: Any) -> Any:
-        with shows(final=False):
-            return post_backward(*args, **kwargs)
-
-    def shown_before_the_step(*args: Any, **kwargs: Any) -> Any:
-        # Final if nothing clips afterwards: updates then use what these hooks have left.
-        with shows(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val)):
-            return after_closure(*args, **kwargs)
 
     def shown_before_zeroing(*args: Any, **kwargs: Any) -> None:
         # Before the first plan nothing has been used.
@@ -224,25 +219,23 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
     def hidden(*args: Any, **kwargs: Any) -> Any:
         """Hide gradients after the hooks that look at them: the engine clips them where they are."""
         if present() is not None:
-            engine().hide(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val))
+            engine().hide(final=not clips_afterwards())
         return clips(*args, **kwargs)
-
-    def configure_gradient_clipping(*args: Any, **kwargs: Any) -> None:
-        with shows(final=True):
-            hooked(*args, **kwargs)
 
     with ExitStack() as undo:
         # On the objects, not their classes: other Trainers of the process are not concerned.
         undo.enter_context(own_attribute(plugin, "clip_gradients", clip_gradients))
         if looks_at_gradients(trainer, ["on_after_backward"]):
-            undo.enter_context(own_attribute(plugin, "post_backward", shown))
+            undo.enter_context(own_attribute(plugin, "post_backward", shows(final=False)(plugin.post_backward)))
         if looks_at_gradients(trainer, ["on_before_zero_grad"]):
             undo.enter_context(own_attribute(loop, BEFORE_ZERO_GRAD, shown_before_zeroing))
         if looks_at_gradients(trainer, ["on_before_optimizer_step"]):
-            undo.enter_context(own_attribute(plugin, AFTER_CLOSURE, shown_before_the_step))
+            after_closure = shows(final=None)(getattr(plugin, AFTER_CLOSURE))
+            undo.enter_context(own_attribute(plugin, AFTER_CLOSURE, after_closure))
             # Lightning clips at the end of what shows gradients before the step, so that they are hidden again before
             # it does: the engine clips them where they are.
             undo.enter_context(own_attribute(plugin, CLIP_GRADIENTS, hidden))
         if _clips_by_hook(trainer):
-            undo.callback(cover(module, "configure_gradient_clipping", configure_gradient_clipping))
+            hooked = shows(final=True)(module.configure_gradient_clipping)
+            undo.callback(cover(module, "configure_gradient_clipping", hooked))
         yield

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -247,22 +247,19 @@ def _appearing(target: Path) -> Iterator[Path]:
 @contextmanager
 def _to_generate(model: Any, ends: Sequence[int]) -> Iterator[None]:
     """Let the settings allow a cache in generation, as before training, and say that answers end at ``ends``, too."""
-    settings, cached = getattr(model, "generation_config", None), model.config.use_cache
+    settings = getattr(model, "generation_config", None)
     before = getattr(settings, "eos_token_id", None)
     known = [] if before is None else [before] if isinstance(before, int) else list(before)
-    model.config.use_cache = True
-    if settings is not None and not set(ends) <= set(known):
-        settings.eos_token_id = list(dict.fromkeys([*known, *ends]))
-    try:
+    with ExitStack() as undo:
+        undo.callback(setattr, model.config, "use_cache", model.config.use_cache)
+        model.config.use_cache = True
+        if settings is not None and not set(ends) <= set(known):
+            undo.callback(setattr, settings, "eos_token_id", before)
+            settings.eos_token_id = list(dict.fromkeys([*known, *ends]))
         yield
-    finally:
-        model.config.use_cache = cached
-        if settings is not None:
-            settings.eos_token_id = before
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the weights of ``model`` one by one."""
     for name, parameter in model.named_parameters():
         cast = parameter.data.to(dtype)
         if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(parameter).all()):

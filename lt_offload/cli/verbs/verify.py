@@ -31,6 +31,7 @@ from lt_offload.finetune.run.summary import environment
 from lt_offload.finetune.terminal import clear, status
 from lt_offload.finetune.weights.gguf import SMOLLM2
 from lt_offload.finetune.weights.tiny import save_tiny
+from lt_offload.nested import leaves
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 from lt_offload.strategy.offmate import OffmateStrategy
 from lt_offload.units import format_bytes, parse_bytes
@@ -223,7 +224,7 @@ def compared(plain: Kept, ours: Kept, resumed: Kept, half: int) -> Iterator[tupl
 
 
 def _compared(left: Any, right: Any) -> tuple[int, str | None]:
-    a, b = dict(_leaves(left)), dict(_leaves(right))
+    a, b = dict(leaves(left)), dict(leaves(right))
     if a.keys() != b.keys():
         return len(a), f"{sorted(a.keys() ^ b.keys())[0]} is in one of them"
     return len(a), next((name for name, value in a.items() if not _equal(value, b[name])), None)
@@ -233,14 +234,6 @@ def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
     return type(left) is type(right) and left == right
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (dict, list, tuple)):
-        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(member, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def line(runs: Runs, plain: Trained, ours: Trained, budget: int, *, same: bool) -> str:

@@ -445,8 +445,5 @@ def epoch_is_over(trainer: Any) -> bool:
 
 def batches_of(trainer: Any, *, done: int = 0) -> int:
     """Return the number of batches that ``trainer`` takes for all of its steps but those that are ``done``."""
-    # The largest number that a callback will set: too many batches are no matter, as steps end the run, too few are.
-    factors = [trainer.accumulate_grad_batches]
-    for callback in trainer.callbacks:
-        factors += getattr(callback, "scheduling", {}).values()
-    return int(max(trainer.max_steps - done, 1) * max(factors))
+    # The longest window of a schedule: too many batches are no matter, as steps end the run, too few are.
+    return int(max(trainer.max_steps - done, 1) * batches_per_update(trainer))

@@ -22,6 +22,7 @@ from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
 from lt_offload.finetune.data.batches import (
     TOKENS,
+    Batch,
     Batches,
     Collate,
     Place,
@@ -52,8 +53,6 @@ _log = logging.getLogger(__name__)
 _log.addFilter(is_first)
 _LINE = 80
 """Characters of a text that are a prompt."""
-
-Batch = dict[str, Tensor]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -181,7 +180,6 @@ class FineTuneData(_DataSettings, LightningDataModule):
         self._resume_at: dict[str, Any] | None = None
 
     def _refuse_contradictions(self) -> None:
-        """Raise ``ConfigError`` for settings that exclude each other."""
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"data.seed={self.seed} is out of range; choose a number from 0 to {2**63 - 1}")
         if self.group_by_length and self.pack:
@@ -220,7 +218,6 @@ class FineTuneData(_DataSettings, LightningDataModule):
             )
 
     def _refuse_unused(self) -> None:
-        """Raise ``ConfigError`` for a setting that would change nothing beside the others."""
         unused, rows = partial(refuse_unused, FineTuneData, "data."), self.validation_rows
         if self.streaming:
             settings = {"num_proc": None if self.num_proc == 1 else self.num_proc, "cache_dir": self.cache_dir}

@@ -44,7 +44,7 @@ class Documents(Sequence[Example]):
         self.dataset = dataset
         self.bad = bad
         self._rows = dataset.select_columns(["ids", "labels"]).with_format("arrow")
-        self.lengths = _joined([lengths for lengths, _ in self._labels()])
+        self.lengths = np.concatenate([np.empty(0, np.int64), *(lengths for lengths, _ in self._labels())])
         """Tokens of each document."""
         self.seconds: Integers = np.asarray(dataset.with_format("numpy")["second"][:], np.int64)
         """The places at which rejected answers of pairs begin; 0: no pair."""
@@ -132,10 +132,6 @@ def named(documents: Documents, numbers: Integers, text: str) -> str:
     """Return ``text`` with the files and rows of the first ones of these ``numbers``; nothing if there are none."""
     places = [documents[int(number)].place for number in numbers[:MOST_NAMED]]
     return text.format(", ".join(places) + ", ..." * (len(numbers) > MOST_NAMED)) if places else ""
-
-
-def _joined(arrays: Sequence[Integers]) -> Integers:
-    return np.concatenate([np.empty(0, np.int64), *arrays])
 
 
 Pack = bool | Literal["wrapped"]

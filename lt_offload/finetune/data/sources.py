@@ -170,16 +170,12 @@ def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
         return source(kind="saved", place="files" if _SAVED[0] in saved else "splits", opened=opened)
     if is_dir(local):
         files, of_split, note = _of_folder(path, local, split, setting)
-        return source(
-            kind=_kind_of(files, f"{where} is a folder with"),
-            place="splits" if of_split else "files",
-            files=files,
-            note=note,
-        )
+        kind = _kind_of(files, f"{where} is a folder with")
+        return source(kind=kind, place="splits" if of_split else "files", files=files, note=note)
     if is_file(local):
-        if (kind := kind_of_file(local)) is None:
+        if (known := kind_of_file(local)) is None:
             raise ConfigError(f"{where} is of an unknown kind; it should end with one of {_ENDINGS}")
-        return source(kind=kind, files=[local])
+        return source(kind=known, files=[local])
     if glob.has_magic(path):
         matches = [Path(name) for name in glob.glob(str(local), recursive=True)]
         if not matches and is_dir(local.parent):  # a folder with brackets in its name

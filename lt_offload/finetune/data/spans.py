@@ -128,11 +128,8 @@ class Locator:
         common = commonprefix([whole, text[start:stop]])
         if common == whole:
             return common
-        return common[
-            : min(
-                self._whole_tokens(text, start, start + len(common)) - start, self._whole_tokens(whole, 0, len(common))
-            )
-        ]
+        in_text = self._whole_tokens(text, start, start + len(common)) - start
+        return common[: min(in_text, self._whole_tokens(whole, 0, len(common)))]
 
     def _token_at(self, text: str, position: int) -> int:
         """Return the length of the special token at ``position``, 0 if there is none."""

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
+from lt_offload.compat.torch import tree_map
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.driver import beside_bytes
 from lt_offload.machine.heap import keep_freed_memory
@@ -78,8 +79,4 @@ def engine_of(trainer: Trainer) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(member) for key, member in value.items()}
-    return [_copied(member) for member in value] if isinstance(value, (list, tuple)) else value
+    return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -13,6 +13,7 @@ import resource
 import socket
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
@@ -141,22 +142,18 @@ class RunSummary(Callback):
         wanted, step = prompts(data), trainer.global_step
         if not wanted:
             return
-        before = self.clock.enter("samples")
         if trainer.is_global_zero:
             status("writing a sample" if len(wanted) == 1 else f"writing {len(wanted)} samples")
-        # Modes are put back one by one: train() on the whole would wake up dropout in
-        # what a user keeps in evaluation mode.
-        modes = [(module, module.training) for module in pl_module.modules()]
-        pl_module.eval()
-        try:
-            with isolate_rng(), torch.no_grad():
-                batches = [trainer.strategy.batch_to_device(data.prompt(one, max_new_tokens=tokens)) for one in wanted]
-                answers: list[Any] = [trainer.strategy.predict_step(batch, 0) for batch in batches]
-                texts = [str(data.tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers]
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            self.clock.enter(before)
+        with ExitStack() as undo, isolate_rng(), torch.no_grad():
+            undo.callback(self.clock.enter, self.clock.enter("samples"))
+            # Modes are put back one by one: train() on the whole would wake up dropout in
+            # what a user keeps in evaluation mode.
+            for module in pl_module.modules():
+                undo.callback(setattr, module, "training", module.training)
+            pl_module.eval()
+            batches = [trainer.strategy.batch_to_device(data.prompt(one, max_new_tokens=tokens)) for one in wanted]
+            answers: list[Any] = [trainer.strategy.predict_step(batch, 0) for batch in batches]
+            texts = [str(data.tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers]
         loss = self.losses[-1][1] if self.losses and self.losses[-1][0] == step else None
         apart = "\n" if data.asks_questions else ""  # an answer does not go on with its question's line
         made = [
@@ -177,13 +174,13 @@ class RunSummary(Callback):
         """
         if self.folder is None or self.first_step is None or not trainer.is_global_zero:
             return None
-        if error is None:
-            write_part(self.folder, self.part(trainer))
-            return write_report(self.folder)
         try:
             write_part(self.folder, self.part(trainer, error))
             return write_report(self.folder)
-        except Exception as second:  # what ended the run must not be hidden
+        except Exception as second:
+            if error is None:
+                raise
+            # What ended the run must not be hidden.
             rank_zero_warn(f"the report could not be written: {named(second)}")
             return None
 

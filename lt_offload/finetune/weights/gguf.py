@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lt_offload.compat.hugging_face import forget_quantization
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.terminal import clear
 from lt_offload.finetune.weights.hub import in_words
@@ -110,12 +111,7 @@ def _read(source: Path) -> tuple[Any, Any]:
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     where["trust_remote_code"] = False
     model = AutoModelForCausalLM.from_pretrained(**where, dtype="auto")
-    # With these marks of quantized weights save_pretrained would refuse.
-    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
-        if attribute in vars(model):
-            delattr(model, attribute)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    forget_quantization(model)
     tokenizer = AutoTokenizer.from_pretrained(**where)
     for role in ("eos", "pad"):  # transformers 5.17 takes the first token for the last one, and leaves padding out
         token = getattr(model.config, f"{role}_token_id")
@@ -363,7 +359,6 @@ def _stored(name: str, tensor: Tensor, config: Any) -> Tensor:
 
 
 def _content(tokenizer: Any) -> dict[str, Any]:
-    """Return the description of a fast tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content: dict[str, Any] = {"model": {"type": ""}} if backend is None else json.loads(backend.to_str())
     return content

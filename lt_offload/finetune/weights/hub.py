@@ -134,7 +134,6 @@ def safetensors_of(where: str) -> list[Path]:
 
 
 def _named(index: Path) -> list[str]:
-    """Return the files that ``index`` names."""
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if not all(isinstance(name, str) and name == Path(name).name for name in files):

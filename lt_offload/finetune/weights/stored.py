@@ -106,7 +106,6 @@ def _sources(name: str, files: Files) -> Parts:
 
 
 def _joined(parts: Parts, files: Files, shape: tuple[int, ...]) -> Tensor:
-    """Return a parameter as a whole."""
     matrices = [torch.cat([files[name][...] for name in part]) for part in parts]
     whole = matrices[0] if len(parts) == 1 else torch.stack(matrices)
     if tuple(whole.shape) != shape:

@@ -18,6 +18,7 @@ from torch import nn
 from lt_offload.compat.hugging_face import class_of_all_models, saves_adapters_only
 from lt_offload.compat.peft import dora, initializers, layer_adapter, parameter_adapter, use_parameter_adapter
 from lt_offload.errors import ConfigError
+from lt_offload.machine.replaced import own_attribute
 from lt_offload.model.forms.experts import ADAPTERS, Factors
 from lt_offload.model.forms.layer import stored_of
 
@@ -62,14 +63,8 @@ def adapt_stored() -> None:
                 return
             before = vars(base).get(ADAPTERS, {})
             mine = [self._factors(name) for name in active_adapters if name in self.lora_A]
-            vars(base)[ADAPTERS] = before | {self.parameter_name: mine}
-            try:
+            with own_attribute(base, ADAPTERS, before | {self.parameter_name: mine}):
                 yield
-            finally:
-                if before:
-                    vars(base)[ADAPTERS] = before
-                else:
-                    del vars(base)[ADAPTERS]
 
         def _factors(self, name: str) -> Factors:
             first, second = self.lora_A[name].weight, self.lora_B[name].weight

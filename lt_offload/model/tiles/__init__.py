@@ -252,11 +252,8 @@ def _places(module: nn.Module, weights: Sequence[nn.Parameter]) -> Places:
 @contextmanager
 def _in_place(places: Places, leaves: Sequence[Tensor]) -> Iterator[None]:
     """Let modules compute with ``leaves`` in the ``places`` of their weights."""
-    before = [own[name] for own, name, _ in places]
-    for own, name, number in places:
-        own[name] = leaves[number]
-    try:
+    with ExitStack() as undo:
+        for own, name, number in places:
+            undo.callback(own.__setitem__, name, own[name])
+            own[name] = leaves[number]
         yield
-    finally:
-        for (own, name, _), weight in zip(places, before, strict=True):
-            own[name] = weight

@@ -136,8 +136,6 @@ def _check_state(state: Any, parameter: nn.Parameter, what: str, hint: str) -> N
     for key, value in state.items():
         # Adafactor keeps a row and a column; what is as long as the tensor must have its shape, but for counters of
         # steps, which have no dimensions beside a weight of one element, too.
-        whole = isinstance(value, Tensor) and value.ndim and value.numel() == parameter.numel()
+        whole = isinstance(value, Tensor) and value.ndim and value.numel() >= parameter.numel()
         if whole and value.shape != parameter.shape:
-            raise ConfigError(f"{what}: {key} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}; {hint}")
-        if isinstance(value, Tensor) and value.numel() > parameter.numel():
             raise ConfigError(f"{what}: {key} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}; {hint}")

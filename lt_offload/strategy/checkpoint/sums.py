@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from lt_offload.errors import ConfigError
+from lt_offload.nested import leaves
 
 _PIECE = 1 << 20
 """Bytes that a thread reads at once: in memory of its own, as pages of a mapped file would count as the process's."""
@@ -91,17 +92,11 @@ def _tensors(checkpoint: Mapping[str, Any], path: Path) -> dict[int, str]:
                 start, end = (int(address, 16) for address in addresses.split("-"))
                 mapped.append((start, end, int(at, 16)))
     names: dict[int, str] = {}
-    for name, tensor in _leaves(checkpoint, ""):
+    for name, tensor in leaves(checkpoint):
+        if not isinstance(tensor, Tensor):
+            continue
         address = tensor.untyped_storage().data_ptr()
         for start, end, offset in mapped:
             if start <= address < end:
                 names.setdefault(address - start + offset, name)
     return names
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping | list | tuple):
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _leaves(part, f"{name}.{key}" if name else str(key))

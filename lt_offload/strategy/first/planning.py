@@ -278,7 +278,11 @@ class Planning(Processes):
 
     def _give_up(self, plan: Plan, change: str) -> None:
         """Leave the engine of ``plan`` between two passes, and keep what the next one needs to go on."""
-        replay.check_no_plan(self.plan_path, change)
+        if self.plan_path is not None:
+            raise PlanError(
+                f"plan={str(self.plan_path)!r} cannot be carried out any more: {change}; leave plan out, so that the "
+                "run is planned again when that happens"
+            )
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=[self._optimizer]))
         # The budget of the run, and not what is free now, part of which this run has given back itself.
         memory = self.present.device.budget

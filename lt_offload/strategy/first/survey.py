@@ -72,16 +72,7 @@ class FirstIteration:
     ) -> None:
         self._module, self._root_device = module, root_device
         machine = measure_machine(module, optimizer, root_device, say=say, **replay.as_measured(known, optimizer))
-        self.step = FirstStep(
-            module,
-            structure,
-            optimizer,
-            root_device,
-            machine,
-            parts=parts,
-            loss=loss,
-            say=say,
-        )
+        self.step = FirstStep(module, structure, optimizer, root_device, machine, parts=parts, loss=loss, say=say)
         move_rest(module, structure, root_device)
         self.device = installed.open_device(budget, str(root_device), host_threads=machine.updates.host_threads or None)
         room = min(_MOST_KEPT, self.step.host_room(settings.host_budget(machine.hardware)))

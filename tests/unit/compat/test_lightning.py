@@ -90,8 +90,7 @@ def test_what_the_trainer_says_of_itself(namespace: str, tmp_path: Path) -> None
         changed = loop if change is compat.has_validated else trainer.fit_loop
         change(changed)
         assert getattr(loop.val_loop if changed is loop else changed, name) is (changed is loop)
-    compat.set_combined_loader(trainer.fit_loop, None)
-    assert compat.combined_loader(trainer.fit_loop) is None
+    assert vars(trainer.fit_loop)[compat.COMBINED_LOADER] is compat.combined_loader(trainer.fit_loop)
 
 
 @pytest.mark.parametrize("namespace", ["lightning", "pytorch_lightning"])

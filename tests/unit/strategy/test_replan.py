@@ -78,11 +78,12 @@ def test_three_iterations_count_after_two_that_do_not(asked: list[Settings]) -> 
     assert due_after(replanning, engine) == 5
     found = replanning.correct(engine, 1e6, 7)  # type: ignore[arg-type]
     assert found is not None
-    assert found.takes_over
-    assert found.profile.iterations == (5, 6, 7), "the training's, which has had others before this engine"
+    plan, takes_over = found
+    assert takes_over
+    assert replanning.profile.iterations == (5, 6, 7), "the training's, which has had others before this engine"
     assert asked == [Settings(memory=PLAN.budget_bytes, solver_time_limit=30.0)]
     another = FakeEngine()
-    another.plan = timed(found.plan, found.profile)
+    another.plan = timed(plan, replanning.profile)
     assert due_after(replanning, another) == 5, "another engine warms up again"
     assert replanning.correct(another, 1e6, 7) is None  # type: ignore[arg-type]
     assert replanning.over
@@ -111,5 +112,5 @@ def test_rows_that_are_shorter_than_planned_are_said_instead_of_a_lane(
     assert found is not None
     why = "rows are 53 tokens long at most, planned were 512; if none is longer, plan for 56 (--data.max_length 56)"
     assert why in caplog.text
-    assert any(why in note for note in found.plan.notes)
+    assert any(why in note for note in found[0].notes)
     assert "compute" not in caplog.text
