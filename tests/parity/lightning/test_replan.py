@@ -114,7 +114,7 @@ def least() -> int:
 
 def train(memory: float, made: Any = None, epochs: int = EPOCHS, **settings: Any) -> Run:
     options = settings.pop("options", {})
-    strategy = OffmateStrategy(memory=int(memory), planner="offmate", solver_time_limit=4, **options)
+    strategy = OffmateStrategy(memory=int(memory), planner="offmate", solver_time_limit=1000, **options)
     return fit(strategy, made or module(), max_epochs=epochs, **settings)
 
 
