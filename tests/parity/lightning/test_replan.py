@@ -76,6 +76,7 @@ class Machine:
         profiled(monkeypatch, lambda *_: paced(sizes(), **wrong))
         planned_once(monkeypatch)
         monkeypatch.setattr(Engine, "install", installed)
+        monkeypatch.setattr(replan, "_SHARE", 1e6)  # planning again may take as long as it does
         monkeypatch.setattr(Engine, "trace", lambda engine: self.trace(engine.plan))
 
     @property
