@@ -172,8 +172,6 @@ def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:
     present = store.add("there", 1)
     while present < size and not store.check(["wrong"]):
         waited = time.monotonic() - began
-        if waited > TIMEOUT.total_seconds():
-            raise RuntimeError(f"{present} of {size} came within {TIMEOUT}")
         if waited > _LONG_S and not said:
             said = True
             warnings.warn(
@@ -182,6 +180,8 @@ def _meet(store: Any, rank: int, size: int, per_machine: int) -> None:
                 "an hour",
                 stacklevel=2,
             )
+        if waited > TIMEOUT.total_seconds():
+            raise RuntimeError(f"{present} of {size} came within {TIMEOUT}")
         time.sleep(_POLL_S)
         present = store.add("there", 0)
     if store.check(["wrong"]):

@@ -26,12 +26,14 @@ from lt_offload.errors import OffloadError, ProcessError, first_line
 
 BEAT_S = 1.0
 """Seconds between two numbers."""
+_MOMENT_S = BEAT_S / 20
+"""Seconds between two looks at what the thread has seen."""
 SILENCE_S = 40.0
 """A process whose number stays the same for so long does not run any more."""
-_PATIENCE_S = 2.0
-"""A process that finds a connection closed waits so long for the reason."""
-_QUIET_S = 3.0
-"""If nobody says it by then, a process of another machine that has been silent for so long was the one."""
+_PATIENCE = 2
+"""A process that finds a connection closed looks so often for the reason: a machine may stand still for any time."""
+_QUIET = 3
+"""If nobody says it by then, a process of another machine that was silent in so many looks was the one."""
 _ANSWER_S = 10.0
 """Limit for an answer of the store; a process that closes its watch waits so long for its thread."""
 _PAUSE_S = 5.0
@@ -48,6 +50,8 @@ class _Peer:
     """Its text; empty: it has not said anything."""
     heard: float = field(default_factory=time.monotonic)
     """Time when the text was new."""
+    silent: int = 0
+    """Looks since then."""
     pid: int = 0
     batch: int = -1
     """The batch that it is at; -1: it has not begun to train."""
@@ -69,9 +73,10 @@ class _Peer:
 
     def read(self, text: str, here: str) -> None:
         """Learn from its ``text``; the system tells when one ends that is ``here``."""
+        self.silent += 1
         if text == self.said:
             return
-        self.said, self.heard = text, time.monotonic()
+        self.said, self.heard, self.silent = text, time.monotonic(), 0
         pid, batch, self.state, _, self.where = text.split(" ", 4)
         self.batch = int(batch)
         if not self.pid and self.where == here:
@@ -96,7 +101,7 @@ class PeerWatch:
         """The error of this process, as it has told it."""
         self.failure: str | None = None
         """The process that has failed and why, in words; None if none has, as far as is known."""
-        self._state, self._number = _RUNS, 0
+        self._state, self._number, self._looks = _RUNS, 0, 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._woken, self._wake = os.pipe()
@@ -139,12 +144,14 @@ class PeerWatch:
         self._fail(self._own)
 
     def leave(self, patience: float) -> None:
-        """Wait until all others that live know that this process fails, ``patience`` seconds at most."""
-        until = time.monotonic() + patience
+        """Wait until all others that live know that this process fails, about ``patience`` seconds at most."""
         with suppress(Exception):
             self._say(_LEFT)
-            while time.monotonic() < until and not all(map(self._knows, self._peers.values())):
-                time.sleep(BEAT_S / 20)
+            # Not by the clock, which goes on while the machine stands still.
+            for _ in range(int(patience / _MOMENT_S)):
+                if all(map(self._knows, self._peers.values())):
+                    return
+                time.sleep(_MOMENT_S)
                 self._read_all()
 
     @staticmethod
@@ -164,14 +171,16 @@ class PeerWatch:
 
     def explain(self, error: Exception) -> ProcessError:
         """Return what ``error`` of a collective comes from, once it is known."""
-        began = time.monotonic()
+        began, limit = self._looks, time.monotonic() + 2 * SILENCE_S
         # One that was alone on its machine has nobody there who tells.
         elsewhere = [other for other, peer in self._peers.items() if peer.ended is None]
-        limit = began + (2 * _QUIET_S if elsewhere else _PATIENCE_S)
-        while self.failure is None and time.monotonic() < limit:
-            time.sleep(BEAT_S / 20)
-            quietest = min(elsewhere, key=lambda other: self._peers[other].heard, default=None)
-            if quietest is not None and time.monotonic() - max(began, self._peers[quietest].heard) > _QUIET_S:
+        most = 2 * _QUIET if elsewhere else _PATIENCE
+        while self.failure is None and self._thread.is_alive() and time.monotonic() < limit:
+            time.sleep(_MOMENT_S)
+            if (looks := self._looks - began) > most:
+                break
+            quietest = max(elsewhere, key=lambda other: self._peers[other].silent, default=None)
+            if quietest is not None and min(looks, self._peers[quietest].silent) > _QUIET:
                 self._ended(quietest, self._peers[quietest])
         return ProcessError(self.failure or f"another process ended without a word, killed perhaps: {error}")
 
@@ -220,7 +229,7 @@ class PeerWatch:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        if not self._lock.acquire(timeout=BEAT_S):
+        if not self._lock.acquire(timeout=_ANSWER_S):
             raise TimeoutError("the store of the run does not answer")
         try:
             yield
@@ -239,11 +248,11 @@ class PeerWatch:
             try:
                 self._say()
                 self._look()
-            except TimeoutError:
-                pass
             except Exception as error:
-                self._no_store(error)
-                return
+                # An answer may be late because the machine stood still; a store that is gone says so again at once.
+                if time.monotonic() - now < _PAUSE_S:
+                    self._no_store(error)
+                    return
             finally:
                 self._asked = None
             self._sleep()
@@ -258,8 +267,10 @@ class PeerWatch:
         # Before they are read: one that said that it would end and ended in between would count as killed.
         gone = [other for other, peer in self._peers.items() if peer.gone]
         self._read_all()
+        self._looks += 1
         for other, peer in self._peers.items():
-            silence = time.monotonic() - max(peer.heard, self._counted)
+            # To the beginning of this look: if the machine has stood still since, others were not silent meanwhile.
+            silence = self._looked - max(peer.heard, self._counted)
             if other in gone and peer.state != _CLOSED:
                 self._ended(other, peer)
             elif other not in gone and silence > SILENCE_S:

@@ -230,6 +230,11 @@ class Run(Training):
         with self._in_memory("an evaluation", smaller), self.engine.inference():
             yield
 
+    def kept(self, outputs: Any) -> Any:
+        """Return ``outputs`` of a step as the Trainer keeps them: in RAM, if it was asked to bring them there."""
+        moves = self.engine is not None and self.trainer.args.eval_accumulation_steps is not None
+        return self._on_host(outputs) if moves else outputs
+
     # -- records -----------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, float]:

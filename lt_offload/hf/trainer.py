@@ -122,7 +122,7 @@ class Offloaded:
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Hold what a step of the evaluation takes against the budget."""
         with self.offmate.inference():
-            return self._theirs.prediction_step(*args, **kwargs)
+            return self.offmate.kept(self._theirs.prediction_step(*args, **kwargs))
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the model where TRL's data are completed by it, before there is any training."""

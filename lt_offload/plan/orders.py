@@ -122,7 +122,7 @@ def promised_s(profile: Profile, split: Split, settings: Settings) -> float:
 
 def _verdict(how: str, way: str, mine: float, other: Profile, settings: Settings, *, thorough: bool) -> str:
     """Return the time of the other order, in words, and the settings for it where it may be faster."""
-    least = least_s(other, settings)
+    least = least_s(other, settings) or settings.accumulate * other.forwards * least_computing_s(other)
     if math.isinf(least):
         return f"{how} was priced, too: no plan of it fits"
     if least >= mine:

@@ -210,8 +210,9 @@ def _chunked(plan: Plan, profile: Profile, why: str) -> Plan:
 
 
 def least_s(profile: Profile, settings: Settings) -> float:
-    """Return the seconds that no plan for ``profile`` can beat; infinity if none fits. Costs one linear program.
+    """Return the seconds that no plan for ``profile`` can beat. Costs one linear program.
 
+    Infinity if none fits, 0 if there was no time to find out.
     For a window it is the bound of its mean pass, :class:`lt_offload.plan.planners.offmate.passes.PassProgram`.
     """
     passes = settings.accumulate * profile.forwards
@@ -408,13 +409,13 @@ class _Selection:
 
     @property
     def least_s(self) -> float:
-        """Seconds that no plan can beat; infinity if none fits."""
+        """Seconds that no plan can beat; infinity if none fits, 0 if there was no time to find out."""
         if not self._ram_suffices():
             return math.inf
         bound = self.bounds.of_program(any_time=True)
-        if bound is None:
-            return self.bounds.computing_s if not self.bounds.infeasible or fits(self.request) else math.inf
-        return bound
+        if bound is None and self.bounds.infeasible:
+            return self.bounds.computing_s if fits(self.request) else math.inf
+        return bound or 0.0
 
     def _may_fit(self) -> bool:
         # The bound is of a relaxation of every plan, but it counts memory in its own way: what streams with the least

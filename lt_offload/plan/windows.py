@@ -111,7 +111,7 @@ def plan_windows(
     half = replace(for_one(settings), solver_time_limit=settings.solver_time_limit / (2 if table is None else 3))
     mean = for_windows(plan_one(with_sums(profile, window), half), profile, settings)
     least_s = least()
-    if mean.predicted.iteration_s <= (1 + _GOOD_GAP) * least_s:
+    if mean.predicted.iteration_s <= (1 + _GOOD_GAP) * max(least_s, mean.predicted.lower_bound_s):
         return _bounded(mean, least_s)
     other = (
         _settling(with_sums(profile, window), window) if settings.delayed else with_sums(profile, window, mean=False)
@@ -136,7 +136,9 @@ def _by_rows(profile: Profile, table: int, settings: Settings, plan_one: Callabl
 def _bounded(plan: Plan, least_s: float) -> Plan:
     predicted = plan.predicted
     bound = min(max(predicted.lower_bound_s, least_s), predicted.iteration_s)
-    return replace(plan, predicted=replace(predicted, lower_bound_s=bound))
+    # Computations alone are all that is known of a bound that was cut.
+    proved = predicted.proved and (least_s > 0 or predicted.iteration_s <= (1 + _GOOD_GAP) * bound)
+    return replace(plan, predicted=replace(predicted, lower_bound_s=bound, proved=proved))
 
 
 def _settling(profile: Profile, window: int) -> Profile:

@@ -48,10 +48,16 @@ Piece = Callable[[], object]
 
 @dataclass(slots=True)
 class _Count:
-    """Pieces that a lane has done while all of them were running."""
+    """Pieces that a lane has done while all of them were running, but for the longest: a machine may stand still."""
 
-    pieces: int = 0
+    pieces: int = -1
     seconds: float = 0.0
+    longest: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.pieces += 1
+        shorter, self.longest = sorted((seconds, self.longest))
+        self.seconds += shorter
 
 
 def paces(
@@ -75,15 +81,15 @@ def paces(
             # Once before all begin together, as the first one is slower.
             piece()
             ready.wait()
-            start = time.perf_counter()
+            now = time.perf_counter()
             while not over.is_set():
                 piece()
                 if over.is_set():  # it had the machine to itself for a while
                     break
-                count.pieces += 1
-                count.seconds = time.perf_counter() - start
-                # Not before every lane has done a piece, however long that takes the slowest.
-                if count.seconds >= least_s and all(c.pieces for c in counts.values()):
+                before, now = now, time.perf_counter()
+                count.add(now - before)
+                # Not before every lane has done two pieces, however long that takes the slowest.
+                if count.seconds >= least_s and all(c.pieces > 0 for c in counts.values()):
                     over.set()
         except BaseException:
             over.set()
@@ -305,10 +311,12 @@ def product_size(dtype: torch.dtype, device: torch.device, *, most: int = MOST_S
 
 def _product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
     product = _products(size, 1, dtype, device)
-    product()  # loads the kernel
-    start = time.perf_counter()
-    product()
-    return time.perf_counter() - start
+    times = [time.perf_counter()]
+    for _ in range(3):
+        product()
+        times.append(time.perf_counter())
+    # The first loads the kernel; of the others one may be disturbed.
+    return min(times[2] - times[1], times[3] - times[2])
 
 
 def _copy_rate(device: torch.device) -> float:

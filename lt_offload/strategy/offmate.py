@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.arguments import checked
 from lt_offload.compat.lightning import adds_up, loaded_checkpoint, skips_backward, trainer_of
-from lt_offload.compat.torch import DisableTorchDispatch, tree_leaves
+from lt_offload.compat.torch import tree_leaves
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError, OverBudget, ProcessError
 from lt_offload.execute.memory.groups import move_rest
 from lt_offload.execute.updates.window import CarriedWindow
@@ -431,11 +430,7 @@ class OffmateStrategy(Checkpoints):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward; what the loop keeps is on the host, also where the device is emulated."""
         with self._in_memory(self._evaluation), self._streaming():
-            outputs = super().predict_step(*args, **kwargs)
-        if self.root_device.type == "cpu":
-            with DisableTorchDispatch():  # what is made from device memory would be counted there
-                return apply_to_collection(outputs, Tensor, torch.clone)
-        return outputs
+            return self._on_host(super().predict_step(*args, **kwargs))
 
     def _iterate(self, step: ExitStack, **how: Any) -> None:
         """Begin an iteration, which ``step`` encloses, or be ready to begin it when there is a plan."""

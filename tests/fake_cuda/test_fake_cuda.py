@@ -28,7 +28,7 @@ def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in a process of its own with the device."""
     environment = os.environ | environment
     command = [sys.executable, "-X", "faulthandler", "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=ROOT, env=environment)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faults.several import KINDS, SIZES, at_fault, places
+from tests.parity.several.training import HANG
 
 ROOT = Path(__file__).parents[2]
 OWN = {"raise": r"ValueError: broken here", "over budget": r"OverBudget: .+"}
@@ -35,7 +36,7 @@ def test_a_fault_in_one_process_ends_all(tmp_path: Path, kind: str, count: int, 
     command = [sys.executable, "-m", "tests.faults.several", str(tmp_path), kind, str(count), str(machines)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
-        _, said = run.communicate(timeout=400)
+        _, said = run.communicate(timeout=HANG)
     assert run.returncode == 0, said[-2000:]
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)

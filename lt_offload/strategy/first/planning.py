@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.compat.torch import DisableTorchDispatch
 from lt_offload.distributed.merge import largest
 from lt_offload.errors import OffloadError, OverBudget, PlanError, UnsupportedError, because
 from lt_offload.execute.engine import Engine
@@ -236,6 +238,13 @@ class Planning(Processes):
             raise OverBudget(
                 f"{what} needs more than memory={memory}: set {or_else}memory= to more ({error})"
             ) from error
+
+    def _on_host(self, outputs: Any) -> Any:
+        """Return ``outputs``, which a Trainer is about to keep in RAM: an emulated device does not count them."""
+        if self.root_device.type != "cpu":
+            return outputs
+        with DisableTorchDispatch():  # what is made from device memory would be counted there
+            return apply_to_collection(outputs, Tensor, torch.clone)
 
     def _structure(self) -> Structure:
         """Return the candidates for the model's blocks, or the blocks themselves once a step has called them."""

@@ -79,7 +79,7 @@ def plainly(*, in_chunks: bool) -> Result:
 
 def within(memory: int, **settings: Any) -> tuple[Result, str]:
     """Train in ``memory``; return the result and the last block's option."""
-    plan = make_plan(measured(), Settings(memory=memory, solver_time_limit=5.0, **settings))
+    plan = make_plan(measured(), Settings(memory=memory, solver_time_limit=1000, **settings))
     notes = " ".join(plan.notes)
     assert ("chunked_loss_reference" in notes) == (plan.options[-1] == "chunked")
     model = build()
@@ -125,7 +125,7 @@ def test_chunks_as_asked() -> None:
 
 
 def test_chunks_that_cannot_be() -> None:
-    plan = make_plan(only("keep", "fused"), Settings(memory="1GB", chunked_loss=True, solver_time_limit=5.0))
+    plan = make_plan(only("keep", "fused"), Settings(memory="1GB", chunked_loss=True, solver_time_limit=1000))
     assert plan.options[-1] != "chunked"
     assert any("chunked_loss=True has no effect" in note for note in plan.notes)
 
@@ -154,7 +154,7 @@ def test_chunks_in_windows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         start, batch, optimizer=optimizer, device="cpu", hardware=card, run=lambda batch: start(**batch).loss
     )
     for memory in budgets(found, **settings):
-        plan = make_plan(found, Settings(memory=memory, solver_time_limit=5.0, **settings))
+        plan = make_plan(found, Settings(memory=memory, solver_time_limit=1000, **settings))
         assert plan.options[-1] == "chunked"
         assert plan.chunk_tokens == 16
         trained, _ = training.by(plan)
@@ -195,7 +195,7 @@ def test_what_follows_the_models_own_loss_has_room() -> None:
     optimizer = make_optimizer(plain, "adamw-fused")
     expected = Result(ordinary(plain, optimizer, batches), plain, optimizer)
     for settings in ({"activation_offload": False}, {}):
-        plan = make_plan(found, Settings(memory=least(found, **settings), solver_time_limit=5.0, **settings))
+        plan = make_plan(found, Settings(memory=least(found, **settings), solver_time_limit=1000, **settings))
         model = copy.deepcopy(start)
         used = make_optimizer(model, "adamw-fused")
         device = HostileDevice(plan.budget_bytes, "lazy", check=True)
@@ -230,7 +230,7 @@ def test_gradients_that_are_added_to_others_have_room() -> None:
     found = only(
         "fused", of=profile(model, batches[0], optimizer=optimizer, device="cpu", run=lambda b: model(**b).loss)
     )
-    plan = make_plan(found, Settings(memory=least(found, accumulate=2), solver_time_limit=5.0, accumulate=2))
+    plan = make_plan(found, Settings(memory=least(found, accumulate=2), solver_time_limit=1000, accumulate=2))
     device = HostileDevice(plan.budget_bytes, "lazy", check=True)
     _, peak = trained_by(device, plan, model, optimizer, batches, after=optimizer.zero_grad, window=2)
     assert peak <= plan.predicted.device_peak_bytes
@@ -253,7 +253,7 @@ def test_updates_outside_the_blocks_have_room_at_the_smallest_budget() -> None:
     batch = models.batch(start.model, batch_size=1, sequence_length=4)
     optimizer = torch.optim.AdamW(start.parameters(), lr=1e-2, foreach=False)
     found = profile(start, batch, optimizer=optimizer, device="cpu", run=lambda b: start(**b).loss)
-    plan = make_plan(found, Settings(memory=least(found), solver_time_limit=5.0))
+    plan = make_plan(found, Settings(memory=least(found), solver_time_limit=1000))
     device = HostileDevice(plan.budget_bytes, "lazy", check=True)
     _, peak = trained_by(device, plan, start, optimizer, [batch, batch])
     assert start.table.nbytes < peak <= plan.predicted.device_peak_bytes

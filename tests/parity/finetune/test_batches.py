@@ -123,7 +123,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
 @pytest.mark.parametrize("case", sampling.some(list(CASES), 4))
 def test_training_is_that_of_the_stock_strategy(folder: Path, text: Path, stock: Any, case: str) -> None:
     mode, memory, options, accumulate = CASES[case]
-    strategy = OffmateStrategy(memory=memory, solver_time_limit=3, **options)
+    strategy = OffmateStrategy(memory=memory, solver_time_limit=1000, **options)
     run = fit(strategy, folder, text, data=MODES[mode], accumulate_grad_batches=accumulate)
     if mode == "packed":
         assert 2 in run.module.documents, "two sequences of one document each: nothing to mask"
@@ -151,7 +151,7 @@ def test_the_mean_over_the_tokens_of_an_update_is_that_of_the_stock_strategy(
 
     mode, memory, options, accumulate = ACCUMULATED[case]
     profiled(monkeypatch, with_the_loss)
-    strategy = OffmateStrategy(memory=memory, solver_time_limit=3, **options)
+    strategy = OffmateStrategy(memory=memory, solver_time_limit=1000, **options)
     run = fit(strategy, folder, text, data=MODES[mode], accumulate_grad_batches=accumulate)
     assert strategy.plan is not None
     assert strategy.plan.options[-1] == "fused", "the loss is computed within the last block"
@@ -181,7 +181,7 @@ def test_the_last_batch_of_an_epoch_has_the_rows_that_are_left(
     monkeypatch.setattr(Engine, "trace", noted)
 
     def made() -> OffmateStrategy:
-        return OffmateStrategy(memory=memory, solver_time_limit=3, **options)
+        return OffmateStrategy(memory=memory, solver_time_limit=1000, **options)
 
     settings: dict[str, Any] = {"data": MODES["padded, some left"], "accumulate_grad_batches": accumulate}
     run = fit(made(), folder, text, **settings)
@@ -204,7 +204,7 @@ def test_a_stream_goes_on_where_the_run_stopped(
     data = MODES["streamed"]
 
     def made() -> Any:
-        return OffmateStrategy(memory="1300kB", solver_time_limit=3) if strategy == "offmate" else "auto"
+        return OffmateStrategy(memory="1300kB", solver_time_limit=1000) if strategy == "offmate" else "auto"
 
     begun = fit(made(), folder, text, data=data, max_steps=stop)
     begun.trainer.save_checkpoint(tmp_path / "stop.ckpt")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.finetune.processes import CASES, STEPS, fit, module, result
+from tests.parity.several.training import HANG
 from tests.support import tiny
 
 Run = dict[str, Any]
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fit(folder, "auto", data=CASES["padded"]["data"], max_steps=2, accumulate_grad_batches=2, save=save)
     (folder / f"2-{save}").hardlink_to(folder / f"1-{save}")
     command = [sys.executable, "-m", "tests.parity.finetune.processes", str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.returncode == 0, ran.stderr
     assert (folder / "cache of ddp").is_dir()
     return folder

@@ -83,7 +83,7 @@ def no_choice(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [MEMORY, "400KB"])
 def test_a_run_of_the_chosen_size(memory: str) -> None:
-    run = fit(OffmateStrategy(memory=memory, batch_size="auto", solver_time_limit=5), scheduled(dropout=0.1))
+    run = fit(OffmateStrategy(memory=memory, batch_size="auto", solver_time_limit=1000), scheduled(dropout=0.1))
     size = size_of(run)
     assert run.module.batch_size == size
     assert run.module.horizon == run.trainer.global_step == 2 * -(-ROWS // size)

@@ -76,6 +76,7 @@ class Machine:
         profiled(monkeypatch, lambda *_: paced(sizes(), **wrong))
         planned_once(monkeypatch)
         monkeypatch.setattr(Engine, "install", installed)
+        monkeypatch.setattr(replan, "_SHARE", 1e6)  # planning again may take as long as it does
         monkeypatch.setattr(Engine, "trace", lambda engine: self.trace(engine.plan))
 
     @property
@@ -114,7 +115,7 @@ def least() -> int:
 
 def train(memory: float, made: Any = None, epochs: int = EPOCHS, **settings: Any) -> Run:
     options = settings.pop("options", {})
-    strategy = OffmateStrategy(memory=int(memory), planner="offmate", solver_time_limit=4, **options)
+    strategy = OffmateStrategy(memory=int(memory), planner="offmate", solver_time_limit=1000, **options)
     return fit(strategy, made or module(), max_epochs=epochs, **settings)
 
 

@@ -142,7 +142,7 @@ def plan_for(profile: Profile, budget: str, *, spare: float = 0.0, **settings: A
     """
     least = budgets.least(profile, **settings)
     memory = {"tight": int((1 + spare) * least), "middle": int(1.6 * least), "resident": 1 << 30}[budget]
-    return lt_offload.solve(profile, memory=memory, solver_time_limit=10, **settings)
+    return lt_offload.solve(profile, memory=memory, solver_time_limit=1000, **settings)
 
 
 def trained(start: nn.Module, micro_batches: int, batches: list[Tensor], *, plainly: bool, **settings: Any) -> Result:

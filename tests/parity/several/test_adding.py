@@ -17,7 +17,7 @@ import pytest
 from tests.parity.several.adding import EACH, MACHINES
 from tests.parity.several.cases import IS_LATE, MORE, PAIRS, plan
 from tests.parity.several.test_engines import require_equal
-from tests.parity.several.training import Group
+from tests.parity.several.training import HANG, Group
 
 TWO = ("beside",)
 THREE = (f"three, beside, accumulated, one idle{IS_LATE}",)
@@ -30,7 +30,7 @@ RUNS = {
 @pytest.mark.slow
 def test_machines_add_in_the_order_of_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "tests.parity.several.adding", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     for rank in range(MACHINES * EACH):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -51,7 +51,7 @@ def test_updates_come_after_all_gradients_and_before_all_uses(tmp_path: Path) ->
         groups.append(group)
     (tmp_path / "groups").write_bytes(pickle.dumps(groups))
     command = [sys.executable, "-W", "error", "-m", "tests.parity.several.training", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.returncode == 0, ran.stderr
     for ranks, cases in RUNS.items():
         for name, (case, *_) in cases.items():

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.parity.several.cases import IS_LATE, LATE, MORE, PAIRS, plan
-from tests.parity.several.training import Case, Group, in_turn, plainly, same, same_as_stock
+from tests.parity.several.training import HANG, Case, Group, in_turn, plainly, same, same_as_stock
 from tests.support.engines import Result, differences, make_optimizer
 
 pytestmark = pytest.mark.long
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
             groups.append(group)
     (folder / "groups").write_bytes(pickle.dumps(groups))
     command = [sys.executable, "-W", "error", "-m", "tests.parity.several.training", str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.returncode == 0, ran.stderr
     return folder
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.parity.several.script import STEPS
-from tests.parity.several.training import free_port
+from tests.parity.several.training import HANG, free_port
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = "tests.parity.several.script"
@@ -24,7 +24,7 @@ def launch(*command: str, **environment: str) -> subprocess.CompletedProcess[str
     """Run a command that starts two processes."""
     own = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(
-        [sys.executable, "-m", *command], env=own, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, "-m", *command], env=own, capture_output=True, text=True, timeout=HANG, check=False
     )
 
 
@@ -82,7 +82,7 @@ def test_processes_that_slurm_starts_end_there_too(whole: Path, tmp_path: Path) 
         for rank in ("0", "1")
     ]
     try:
-        said = [task.communicate(timeout=200)[1] for task in tasks]
+        said = [task.communicate(timeout=HANG)[1] for task in tasks]
     finally:
         for task in tasks:
             task.kill()

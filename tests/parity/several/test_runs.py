@@ -19,7 +19,7 @@ import torch
 from lt_offload.replacing import SUFFIX
 from lt_offload.strategy.checkpoint import files, sums
 from tests.parity.several.runs import LATER, MIDWAY, PLAIN, RESUMED, SCALED, STOCK
-from tests.parity.several.training import alike
+from tests.parity.several.training import HANG, alike
 
 pytestmark = pytest.mark.long
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all runs have left what they came to."""
     folder = tmp_path_factory.mktemp("runs")
     command = [sys.executable, "-m", "tests.parity.several.runs", str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return folder
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.parity.several.training import HANG
+
 
 @pytest.mark.long
 def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.parity.several.trainers", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.returncode == 0, ran.stderr
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     for found in (first, second):
@@ -47,7 +49,6 @@ def test_two_processes_under_a_trainer(tmp_path: Path) -> None:
         # Before the validation that follows on it in the first process, where the second one would not come.
         assert "they are at batch 4, the last one (process 0), at batch 4 (process 1); give all" in found["streamed"]
         assert found["chosen"] == (found["chosen"][0], [])
-        assert found["seconds"] < 100
     assert first["closed"].startswith("ProcessError: process 1 failed: ConfigError: devices: the processes of this")
     assert second["closed"].startswith("ConfigError: devices: the processes of this machine share memory")
     assert first["small"].startswith("InfeasibleError: host_memory=")

@@ -195,6 +195,6 @@ def most_in_use(plan: Plan) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("planner", "memory"), sampling.grid(["offmate", "greedy", "l2l"], ["9GB", "14GB"]))
 def test_little_memory_is_wasted(planner: PlannerName, memory: str) -> None:
-    plan = solve(llama7b_b4(14), memory=memory, planner=planner, solver_time_limit=5)
+    plan = solve(llama7b_b4(14), memory=memory, planner=planner, solver_time_limit=1000)
     # A schedule leaves gaps where filling them would make copies wait; it has counted them.
     assert plan.arena_bytes <= 1.3 * most_in_use(plan)

@@ -45,13 +45,13 @@ def test_contexts_of_several_threads_end_in_any_order() -> None:
     def other() -> None:
         with at_backward(lambda loss, backward: seen.append("theirs")):
             inside.set()
-            ended.wait(10)
+            ended.wait()
             torch.ones((), requires_grad=True).backward()
 
     thread = threading.Thread(target=other)
     with at_backward(lambda loss, backward: seen.append("ours")):
         thread.start()
-        inside.wait(10)
+        inside.wait()
         torch.ones((), requires_grad=True).backward()
     ended.set()
     thread.join()

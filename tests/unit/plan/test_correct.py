@@ -117,7 +117,7 @@ def planned(seed: int, planner: Any, share: float) -> tuple[Profile, Plan]:
     profile = random_profile(np.random.default_rng(seed), KINDS[seed % 5])
     least = smallest(profile, [block.options for block in profile.blocks], host_update=True, host_budget=None)
     assert least is not None
-    return profile, solve(profile, memory=int(share * least.device_bytes), planner=planner, solver_time_limit=3)
+    return profile, solve(profile, memory=int(share * least.device_bytes), planner=planner, solver_time_limit=1000)
 
 
 # -- correction -------------------------------------------------------------------------------------------------------

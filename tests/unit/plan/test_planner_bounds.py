@@ -84,7 +84,7 @@ def test_no_plan_beats_the_bound_and_auto_is_the_best(seed: int, share: float, s
     found: dict[str, float] = {}
     for planner in PLANNERS:
         try:
-            plan = solve(profile, memory=int(share * everything), planner=planner, solver_time_limit=60.0)
+            plan = solve(profile, memory=int(share * everything), planner=planner, solver_time_limit=1000)
         except (InfeasibleError, UnsupportedError):
             continue
         assert check(plan, profile) == []
@@ -112,7 +112,7 @@ def test_every_planner_says_what_it_does_when_it_does_not_apply() -> None:
 def test_what_was_not_chosen_is_listed_with_the_reason() -> None:
     profile = rich_profile(0)
     everything = sum(2 * t.bytes + t.state_bytes for t in profile.tensors)
-    plan = solve(profile, memory=int(0.5 * everything), solver_time_limit=60.0)
+    plan = solve(profile, memory=int(0.5 * everything), solver_time_limit=1000)
     others = {other.planner.partition(",")[0]: other for other in plan.alternatives}
     assert {"greedy", "l2l", "resident"} <= set(others) | {plan.planner}
     assert all(other.reason for other in plan.alternatives)

@@ -156,7 +156,7 @@ def test_real_plans_get_faster_with_memory_and_the_smallest_budget_works() -> No
     sizes = [100 * MB, 350 * MB, 450 * MB, 2_000 * MB]
 
     def at(size: int) -> Plan:
-        return solve(profile, memory=size, solver_time_limit=5)
+        return solve(profile, memory=size, solver_time_limit=1000)
 
     points = [SweepPoint(hardware="card", memory_bytes=size, host_memory_bytes=10 * GB) for size in sizes]
     planned_points, answer = run_sweep("memory", [(p, partial(at, p.memory_bytes)) for p in points], lambda _: None)
@@ -176,7 +176,7 @@ PROFILE = make_profile(layers=8, tensors_per_layer=2)
 
 def solver(profile: Profile, memory: int, host_memory: int) -> Plan:
     """Plan for more memory than the card has, too."""
-    return plans(profile, Settings(memory=memory, host_memory=host_memory, solver_time_limit=5))
+    return plans(profile, Settings(memory=memory, host_memory=host_memory, solver_time_limit=1000))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import Choices, Plan, check, choose_batch, simulate, solve
 from lt_offload.plan.batch.profiles import scaled
+from lt_offload.plan.planners.offmate import program
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import least_s, make_plan, offmate_config
@@ -51,12 +52,12 @@ def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mod
         contention=Contention(compute=0.1, h2d=0.5, d2h=0.5, host=0.9) if seed % 2 else Contention(),
     )
     for memory in budgets(profile, **mode):
-        plan = solve(profile, memory=memory, solver_time_limit=3, **mode)
+        plan = solve(profile, memory=memory, solver_time_limit=1000, **mode)
         assert check(plan, profile) == []
         trace = simulate(plan, profile)
         promise = plan.predicted
         assert promise.iteration_s == trace.iteration_time
-        least = least_s(profile, Settings(memory=memory, **mode))
+        least = least_s(profile, Settings(memory=memory, solver_time_limit=1000, **mode))
         assert 0 < least <= promise.lower_bound_s * (1 + 1e-9), "a bound, and at least this one"
         assert promise.lower_bound_s <= promise.iteration_s
         assert promise.device_peak_bytes == trace.device_peak <= plan.budget_bytes
@@ -69,16 +70,26 @@ def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mod
 def test_no_plan_beats_the_bound_where_ram_is_short(seed: int, mode: dict[str, Any]) -> None:
     profile = random_profile(np.random.default_rng(seed + 20), KINDS[seed])
     memory = budgets(profile, **mode)[1]
-    ram = solve(profile, memory=memory, solver_time_limit=3, **mode).predicted.host_peak_bytes
+    ram = solve(profile, memory=memory, solver_time_limit=1000, **mode).predicted.host_peak_bytes
     for part in (1.0, 0.9):
         try:
-            plan = solve(profile, memory=memory, host_memory=int(part * ram), solver_time_limit=3, **mode)
+            plan = solve(profile, memory=memory, host_memory=int(part * ram), solver_time_limit=1000, **mode)
         except InfeasibleError:
             continue
         needed = plan.predicted.host_peak_bytes
         bounds = [least_s(profile, Settings(memory=memory, host_memory=b, **mode)) for b in (needed, 4 * needed)]
         assert bounds[1] <= bounds[0] * (1 + 1e-6)
         assert bounds[0] <= plan.predicted.iteration_s * (1 + 1e-6)
+
+
+def test_a_bound_that_was_not_found_in_time_is_not_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = llama7b_b4(4)
+    assert solve(profile, memory="8GB", accumulate=2, solver_time_limit=1000).predicted.proved
+    monkeypatch.setattr(program, "run", lambda *_, **__: "stopped")
+    plan = solve(profile, memory="8GB", accumulate=2)
+    assert check(plan, profile) == []
+    assert not plan.predicted.proved
+    assert plan.predicted.lower_bound_s < plan.predicted.iteration_s
 
 
 @pytest.mark.parametrize("seed", [29, 215])
@@ -224,14 +235,14 @@ def test_no_room_says_what_would_do() -> None:
 def test_states_and_sums_of_large_blocks_travel_apart(planner: PlannerName, settings: dict[str, Any]) -> None:
     """States of a block leave in several copies, and stand beside all its sums: whoever comes next waits for all."""
     profile = llama7b_b4(8)
-    plan = solve(profile, memory=9 * 10**9, planner=planner, solver_time_limit=3, **settings)
+    plan = solve(profile, memory=9 * 10**9, planner=planner, solver_time_limit=1000, **settings)
     assert check(plan, profile) == []
 
 
 @pytest.mark.parametrize("settings", [{"accumulate": 2}, {"delayed": True}], ids=str)
 def test_windows_of_models_in_whose_blocks_nothing_is_trained(settings: dict[str, Any]) -> None:
     profile = small_profile(4, frozen=(0, 1, 2, 3), no_backward=4)
-    plan = solve(profile, memory="1GB", solver_time_limit=3, **settings)
+    plan = solve(profile, memory="1GB", solver_time_limit=1000, **settings)
     assert check(plan, profile) == []
     assert plan.adds_up
     assert plan.accumulate == settings.get("accumulate", 1)

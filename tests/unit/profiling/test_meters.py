@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lt_offload.profiling import meters, rates
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.machine import SETS, SHARING, factors, fitted
-from lt_offload.profiling.meters import Roofline
+from lt_offload.profiling.meters import Roofline, Stopwatch, fastest
 from lt_offload.schema.profile import Contention, Slowdown
 
 MACHINE = load_hardware("rtx-3060")
@@ -31,6 +34,28 @@ def test_products_are_bound_by_the_rate_of_their_dtype() -> None:
         half @ half
         assert meter.lap().seconds == pytest.approx(2 * n**3 / MACHINE.flops_per_s["bfloat16"])
     assert meter.enough([])
+
+
+def test_no_block_is_known_by_the_time_in_which_the_machine_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meters, "_MOST", 4)
+    watch, times = Stopwatch(torch.device("cpu")), [30.0]
+    while not watch.enough(times):
+        times.append(1e-3)
+    assert fastest(times) == [1e-3, 1e-3]
+    assert watch.enough([30.0, 1e-3, 20.0, 2e-3]), "nothing agrees"
+
+
+@pytest.mark.parametrize("longest", range(5))
+def test_no_speed_is_that_of_a_piece_in_which_the_machine_stood_still(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, count = [0.0], itertools.count()
+
+    def piece() -> None:
+        now[0] += 30.0 if next(count) == longest else 2**-10
+
+    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert rates.paces({"compute": piece})["compute"] == 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

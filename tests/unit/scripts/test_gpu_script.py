@@ -76,7 +76,7 @@ def test_a_part_that_fails_shows_the_end_of_its_output(
     gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log"
-    found = gpu.run(part(gpu, "print('so far'); raise SystemExit(3)"), 60.0, log)
+    found = gpu.run(part(gpu, "print('so far'); raise SystemExit(3)"), 1200.0, log)
     assert found["status"] == "exit code 3"
     assert "so far" in capsys.readouterr().out
     assert "so far" in log.read_text()

@@ -23,8 +23,6 @@ from tests.parity.several.trainers import MEMORY, Synced, failing, module
 from tests.support import trainers
 
 WEIGHT = "model.model.layers.0.mlp.up_proj.weight"
-PATIENCE_S = 60.0
-"""A case that takes longer hangs: it is ended, and the test fails."""
 
 
 class Parting(Synced):
@@ -182,9 +180,9 @@ def main(folder: Path) -> None:
         found: dict[str, Any] = {}
         for name, kind in CASES.items():
             for planner in PLANNERS[name]:
-                late = threading.Timer(PATIENCE_S, os._exit, [1])
+                late = threading.Timer(training.PATIENCE, os._exit, [1])
                 late.start()
-                said, _ = failing(module(kind), memory=MEMORY, planner=planner)
+                said = failing(module(kind), memory=MEMORY, planner=planner)
                 late.cancel()
                 mock.patch.stopall()
                 found[f"{name}, {planner}"] = said
@@ -205,7 +203,7 @@ def differences(kind: type[Any], *, memory: Any = MEMORY, **options: Any) -> lis
 
 def smallest_memory(**options: Any) -> str:
     """Return the smallest memory that the error for less of it names."""
-    said, _ = failing(module(Halved), memory="50kB", **options)
+    said = failing(module(Halved), memory="50kB", **options)
     return said.partition("batch_size=1")[2].partition(": memory=")[2].partition(" ")[0]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.parity.several.apart.parting import PLANNERS, WAYS, WEIGHT
+from tests.parity.several.training import HANG
 
 SAID = {
     "rate": "ConfigError: 'lr' of the optimizer's parameter group 0 differs between the processes of this run: process "
@@ -36,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process has said of each case."""
     folder = tmp_path_factory.mktemp("parting")
     command = [sys.executable, "-m", "tests.parity.several.apart.parting", str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 

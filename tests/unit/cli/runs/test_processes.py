@@ -21,7 +21,7 @@ from lt_offload.cli.recipes import chain, find
 from lt_offload.cli.table import VERBS
 from lt_offload.finetune import processes
 from lt_offload.report.runs import read_run
-from tests.parity.several.training import free_port
+from tests.parity.several.training import HANG, free_port
 
 RECIPE = """\
 base: configs/base.yaml
@@ -60,7 +60,7 @@ def in_two(recipe: str, machines: int, *settings: str) -> tuple[str, str]:
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
     try:
-        said = [process.communicate(timeout=300) for process in started]
+        said = [process.communicate(timeout=HANG) for process in started]
     finally:
         for process in started:
             process.kill()
