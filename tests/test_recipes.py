@@ -205,7 +205,7 @@ def test_the_command_in_the_header_plans_the_recipe(
     # is more RAM it may take it: a machine with the RAM of the header must be enough.
     ram = int(1.1 * figures["host_peak_bytes"])
     args = ["plan", name, "--hardware", FIGURES[name]["hardware"], "--save", "plan.json"]
-    args += ["--trainer.strategy.solver_time_limit", "60", "--trainer.strategy.host_memory", str(ram)]
+    args += ["--trainer.strategy.solver_time_limit", "10", "--trainer.strategy.host_memory", str(ram)]
     assert main(args) == 0, capsys.readouterr().err
     captured = capsys.readouterr()
     plan = Plan.load("plan.json")

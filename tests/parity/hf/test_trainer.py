@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 import lt_offload
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, OverBudget
 from lt_offload.hf.run import Run
 from lt_offload.strategy.first.survey import FirstIteration
 from scripts.hf import cases
@@ -176,6 +176,21 @@ def test_training_goes_on_with_its_engine_after_an_evaluation_that_fails(tmp_pat
     made = train(make, tmp_path / "ours", lt_offload.hf_trainer(memory="200kB", planner="stream"))
     assert ended(plain).differs(ended(made)) == []
     assert all(made.engines)
+
+
+@pytest.mark.parametrize("steps", [1, None])
+def test_predictions_that_go_to_the_host_take_no_device_memory(steps: int | None, tmp_path: Path) -> None:
+    """Together they are larger than the budget; a Trainer that is to keep them on the device says what helps."""
+    kept = []
+    for context in (nullcontext(), lt_offload.hf_trainer(memory="300KB")):
+        with quiet(), context:
+            trainer = cases.plain(eval_accumulation_steps=steps)(tmp_path)
+        helps = pytest.raises(OverBudget, match="eval_accumulation_steps, or memory= to more")
+        with quiet(), helps if kept and steps is None else nullcontext():
+            kept.append(trainer.predict(cases.rows(400)).predictions)
+    assert kept[0].nbytes > 300_000
+    assert all((kept[0] == other).all() for other in kept)
+    assert len(kept) == (2 if steps else 1)
 
 
 @pytest.mark.parametrize("room", [False, True])
