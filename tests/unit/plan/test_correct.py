@@ -159,7 +159,7 @@ def test_a_trace_cut_as_an_engine_records_it_gives_the_right_prediction(seed: in
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_same_speeds_give_the_same_times(accumulate: int) -> None:
-    profile = random_profile(np.random.default_rng(5))
+    profile = random_profile(np.random.default_rng(5), KINDS[0])
     plan = solve(profile, memory=profile.hardware.device_bytes, accumulate=accumulate)
     again = timed(plan, profile).predicted
     assert (again.iteration_s, again.no_offload_s) == (plan.predicted.iteration_s, plan.predicted.no_offload_s)
