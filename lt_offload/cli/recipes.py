@@ -34,7 +34,7 @@ _OTHER_VERBS = {
     "preprocess": "what is trained on is shown by lt-finetune data RECIPE",
 }
 """The equivalents of other tools' verbs."""
-_GROUPS = ("model", "data", "trainer")
+GROUPS = ("model", "data", "trainer")
 
 
 def shipped() -> dict[str, Path]:
@@ -76,25 +76,21 @@ def is_run(recipe: str | Path) -> bool:
     return is_dir(path) and is_file(path / "config.yaml")
 
 
-def chain(recipe: Path) -> list[Path]:
+def chain(recipe: Path, above: tuple[Path, ...] = ()) -> list[Path]:
     """Return the files that make up ``recipe``, in the order in which they apply: bases first, the recipe last.
 
-    Raises ``ConfigError`` if a base is missing or builds on itself.
+    ``above`` are files that build on it. Raises ``ConfigError`` if a base is missing or builds on itself.
     """
-    return _expand(recipe, ())
+    # Only the files above count: two bases may build on one file without a circle.
+    if recipe.resolve() in above:
+        raise ConfigError(f"base: {recipe} builds on itself")
+    bases = [file for base in _named(recipe, "base") for file in chain(base, (*above, recipe.resolve()))]
+    return [*bases, recipe]
 
 
 def for_gpu(files: Sequence[Path]) -> list[Path]:
     """Return the files that apply after ``files`` on a GPU; raises ``ConfigError`` if one of them is missing."""
     return [override for file in files for override in _named(file, "gpu")]
-
-
-def _expand(path: Path, above: tuple[Path, ...]) -> list[Path]:
-    # Only the files above count: two bases may build on one file without a circle.
-    if path.resolve() in above:
-        raise ConfigError(f"base: {path} builds on itself")
-    bases = [file for base in _named(path, "base") for file in _expand(base, (*above, path.resolve()))]
-    return [*bases, path]
 
 
 def _named(path: Path, key: str) -> list[Path]:
@@ -126,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
         for name in (key, *(group if isinstance(group, dict) else ())):
             if not isinstance(name, str) or not name:
                 raise ConfigError(f"recipe {path}: {name!r} is not the name of a setting")
-        if key in _GROUPS and not isinstance(group, dict):
+        if key in GROUPS and not isinstance(group, dict):
             what = "has no settings; remove it" if group is None else f"{group!r} is no group of settings"
             raise ConfigError(f"recipe {path}: {key}: {what}")
     return content
@@ -174,12 +170,11 @@ _PIECES = {"lora": "lora.yaml", "adapter": "adapter.yaml"}
 
 def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
     """Return the arguments for the parser: ``files``, later ones first in rank, then the flags ``args``, with ``=``."""
-    chain = [*files]
     for setting, piece in _PIECES.items():
-        chain = _with_piece(chain, args, setting, piece)
-    merged = _callbacks(chain)
+        files = _with_piece(files, args, setting, piece)
+    merged = _callbacks(files)
     return [
-        *(part for file in chain for part in ("--config", str(file), *_architecture(file))),
+        *(part for file in files for part in ("--config", str(file), *_architecture(file))),
         *([] if merged is None else [f"{_CALLBACKS}={json.dumps(merged)}"]),
         # With a plus the parser appends; without it a flag would replace the recipe's checkpoints and bars.
         *(re.sub(rf"^{_CALLBACKS}=(?!(null|\[\])?$)", f"{_CALLBACKS}+=", arg) for arg in args),
@@ -198,15 +193,12 @@ def _architecture(file: Path) -> list[str]:
 def _with_piece(files: Sequence[Path], args: Sequence[str], setting: str, name: str) -> list[Path]:
     """Put the shipped piece for adapters before the file that switches them on; later files override it as usual."""
     piece = shipped_root() / "configs" / name
-    chain = [*files]
-    for index, file in enumerate(chain):
+    for index, file in enumerate(files):
         if _group(file, "model").get(setting) is not None:
             # The piece comes before that file, whose learning rate has to win, as those of all later files do.
-            return [*chain] if file.resolve() == piece.resolve() else [*chain[:index], piece, *chain[index:]]
-    if any(_switches_on(arg, setting) for arg in args):
-        # A flag switches it on, so it comes behind all files: flags override it anyway.
-        return [*chain, piece]
-    return chain
+            return [*files] if file.resolve() == piece.resolve() else [*files[:index], piece, *files[index:]]
+    # Where a flag switches it on, it comes behind all files: flags override it anyway.
+    return [*files, piece] if any(_switches_on(arg, setting) for arg in args) else [*files]
 
 
 def _switches_on(arg: str, setting: str) -> bool:

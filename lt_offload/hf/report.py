@@ -47,11 +47,6 @@ class Speed:
         return tokens_per_s
 
 
-def save_record(checkpoint: Path, record: Mapping[str, Any]) -> None:
-    """Write the ``record`` of a run into the folder of its ``checkpoint``."""
-    save_text(checkpoint / RECORD, json.dumps(record))
-
-
 def read_record(checkpoint: Path, say: Callable[[str], None]) -> Before:
     """Return the record in the folder of a ``checkpoint``; an empty one if plain transformers wrote it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from lt_offload.machine.driver import current
 from lt_offload.model.batch import Size
 from lt_offload.model.calls import plainly
 from lt_offload.profiling.hardware import check_host_memory, check_memory
+from lt_offload.replacing import save_text
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.session import installed, prepare
@@ -190,7 +192,7 @@ class Training(Planning):
         """Note in the folder of a checkpoint how this run trains."""
         if self.plan is not None:
             about = record(self.model, self.profile, self.plan, self.settings, self.growth.sizes)
-            report.save_record(checkpoint, about)
+            save_text(checkpoint / report.RECORD, json.dumps(about))
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

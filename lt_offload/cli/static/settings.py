@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lt_offload.cli.recipes import read
+from lt_offload.cli.recipes import GROUPS, read
 from lt_offload.cli.static import pages
 from lt_offload.cli.static.pages import SETTINGS, HelpEntry, entries, groups, page
 from lt_offload.cli.table import VERBS, Verb
@@ -71,7 +71,6 @@ OF_FILES = ("base", "gpu", "seed_everything")
 """Keys of recipes outside the groups."""
 LINKED = {"data.model": "model.name", "data.new_tokens": "model.new_tokens", "model.tokenizer": "data.tokenizer"}
 """Settings that follow another one and cannot be set by themselves."""
-_TOP = ("model", "data", "trainer")
 _MOST_NAMES = 12
 
 
@@ -117,7 +116,7 @@ def check(files: Sequence[Path], args: Sequence[str], verb: Verb) -> None:
     for file in (*files, *more):
         for key, value in dotted(read(file)):
             top = key.partition(".")[0]
-            _check_key(key if top in _TOP else top, value, [*OF_FILES, *entries(verb.name)], ours, f" in {file}")
+            _check_key(key if top in GROUPS else top, value, [*OF_FILES, *entries(verb.name)], ours, f" in {file}")
     for name, _ in flags:
         if name not in of_call(verb) and (
             owners := [one.name for one in VERBS.values() if one.recipe and name in entries(one.name)]
@@ -147,7 +146,7 @@ def _check_key(key: str, value: Any, others: Sequence[str], ours: bool, where: s
         # Another version of Lightning may know more: its parser is asked, which takes seconds.
         newer = f"Lightning {lightning_version()}." not in groups()["trainer"]
         if not free and not (newer and key.rpartition(".")[0] == "trainer"):
-            raise ConfigError(unknown(key, [*known, *others, *_TOP], where))
+            raise ConfigError(unknown(key, [*known, *others, *GROUPS], where))
 
 
 def _kinds(entry: HelpEntry) -> set[str]:
