@@ -1,4 +1,4 @@
-"""A layer's kernels: those of single operations, code that ``torch.compile`` makes for it, or Liger's.
+"""The kernels of a layer: one per operation, code that ``torch.compile`` makes for it, or Liger's.
 
 Liger Kernel (Hsu et al., 2024) has Triton kernels that do with few operations what a layer does with many, forward and
 backward, and save less in between: RMSNorm, and the activation of a gated MLP. They take the place of the ``forward``

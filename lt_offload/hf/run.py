@@ -231,7 +231,10 @@ class Run(Training):
             yield
 
     def kept(self, outputs: Any) -> Any:
-        """Return ``outputs`` of a step as the Trainer keeps them: in RAM, if it was asked to bring them there."""
+        """Return ``outputs`` of a step as the Trainer keeps them: in RAM, if it was asked to bring them there.
+
+        An emulated device then counts none, and a GPU those of up to ``eval_accumulation_steps`` batches.
+        """
         moves = self.engine is not None and self.trainer.args.eval_accumulation_steps is not None
         return self._on_host(outputs) if moves else outputs
 
